@@ -1,0 +1,109 @@
+"""The one place that names every file of a run, and the ways of writing that cannot be caught half-way."""
+
+import contextlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from evenstep.errors import UserError
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """A run's folder."""
+
+    folder: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration: `evenstep train --config` takes it."""
+        return self.folder / "config.yaml"
+
+    @property
+    def record(self) -> Path:
+        """What ran, where, when, how it ended."""
+        return self.folder / "record.json"
+
+    def events(self, rank: int) -> Path:
+        """What happened, one JSON line each."""
+        return self.folder / "events" / f"rank-{rank}.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.folder / "tensorboard"
+
+    def weights(self, which: str) -> Path:
+        """The `best` or the `last` weights, by name, whole, as safetensors."""
+        return self.folder / "weights" / f"{which}.safetensors"
+
+
+def new_run(parent: Path, task: str, now: datetime) -> RunFiles:
+    """A folder of its own for a run, named by time and task, never one that exists."""
+    name = f"{now:%Y%m%d-%H%M%S}-{re.sub(r'[^A-Za-z0-9_.-]+', '_', task).strip('.') or 'task'}"
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        for again in range(1, 10_000):
+            with contextlib.suppress(FileExistsError):
+                folder = parent / (name if again == 1 else f"{name}-{again}")
+                folder.mkdir()
+                (folder / "events").mkdir()
+                (folder / "weights").mkdir()
+                return RunFiles(folder)
+    except OSError as error:
+        raise UserError(f"no run can be kept in {parent}: {error.strerror}; name another with --runs") from None
+    raise UserError(f"{parent} holds ten thousand runs named {name}; name another folder with --runs")
+
+
+def find_run(run: str | Path, parent: Path) -> RunFiles:
+    """The run that a user means: a folder, or the name of one in the folder of runs."""
+    for folder in (Path(run), parent / run):
+        if (folder / "record.json").is_file():
+            return RunFiles(folder)
+    names = sorted(p.parent.name for p in parent.glob("*/record.json"))
+    known = f"the last ones in {parent} are {', '.join(names[-5:])}" if names else f"there is none in {parent}"
+    raise UserError(f"no run {run}; {known}")
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary file beside `path` that takes its place, whole and on disk, if all goes well."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+        mask = os.umask(0)
+        os.umask(mask)
+        temporary.chmod(0o666 & ~mask)  # mkstemp keeps others out; a run's files are as open as any
+        temporary.replace(path)
+        _sync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file's text in one atomic step."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace a file with a value as JSON, in one atomic step."""
+    write_text(path, json.dumps(value, indent=2, allow_nan=True) + "\n")
+
+
+def _sync_folder(folder: Path) -> None:
+    """A rename is on disk when its folder is."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

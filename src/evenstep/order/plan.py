@@ -120,9 +120,7 @@ class Plan:
             raise ValueError(f"epoch {epoch} has steps 0 to {self.steps(epoch) - 1}, not {step}")
         return next(iter(self._window(epoch, range(step, step + 1), self.lengths(epoch), rank, world)))
 
-    def _window(
-        self, epoch: int, window: range, lengths: list[int], rank: int, world: int
-    ) -> Iterator[Share]:
+    def _window(self, epoch: int, window: range, lengths: list[int], rank: int, world: int) -> Iterator[Share]:
         """The shares of several steps, their indices worked out with one call a lane."""
         cuts = [self._cut(self._parts(lengths, step), rank, world) for step in window]
         wanted: list[list[Indices]] = [[] for _ in range(self.lanes)]

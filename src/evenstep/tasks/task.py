@@ -121,6 +121,11 @@ def _as_tensor(column: Tensor | NDArray[Any]) -> Tensor:
         return torch.from_numpy(column)
 
 
+def full_precision(x: Tensor) -> Tensor:
+    """At least float32: what a model computed in half precision, fit for a loss or a metric."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 class Draw:
     """Random numbers for augmentation, keyed by (seed, epoch, sample): never by rank, worker or batch."""
 

@@ -1,5 +1,6 @@
 """Indices -> a batch on the device, gathered by the batch wherever the data set can."""
 
+import multiprocessing
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
@@ -7,6 +8,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from evenstep import leash
 from evenstep.order import hashing
 from evenstep.order.permutation import Indices, Permutation
 from evenstep.order.plan import Share
@@ -167,6 +169,8 @@ class _Sampler:
 def _loader(data: Any, workers: int, pin: bool) -> DataLoader[Any]:
     # fork in a process that runs collectives can deadlock; a forkserver cannot
     context = "forkserver" if workers else None
+    if workers:
+        multiprocessing.set_forkserver_preload(["torch", "evenstep.batches"])
     return DataLoader(
         data,
         batch_sampler=_Sampler(),
@@ -174,7 +178,15 @@ def _loader(data: Any, workers: int, pin: bool) -> DataLoader[Any]:
         persistent_workers=workers > 0,
         pin_memory=pin,
         multiprocessing_context=context,
+        worker_init_fn=_start_worker if workers else None,
     )
+
+
+def _start_worker(number: int) -> None:
+    """A worker ends with its rank, and leaves signals to it."""
+    del number
+    leash.hold()
+    leash.leave_signals_to_parent()
 
 
 def on_device(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
@@ -183,6 +195,8 @@ def on_device(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
         wanted = dtype if batch.is_floating_point() else batch.dtype
         if batch.device == device and batch.dtype == wanted:
             return batch
+        if device.type == "cuda":
+            batch = batch.pin_memory()  # else the copy waits for the device, and we for the copy
         return batch.to(device, wanted, non_blocking=True)
     if isinstance(batch, dict):
         return {name: on_device(part, device, dtype) for name, part in batch.items()}

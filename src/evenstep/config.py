@@ -14,6 +14,7 @@ import yaml
 
 from evenstep.errors import UserError, unknown
 from evenstep.order.plan import DEALS, POLICIES, Plan
+from evenstep.world import World
 
 STRATEGIES = ("one", "dp", "ddp", "fsdp")
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
@@ -99,7 +100,7 @@ class Config:
     compile: bool = False
     """Compile the model with torch.compile."""
     sync_batchnorm: bool = False
-    """BatchNorm over the samples of all processes (needs CUDA)."""
+    """BatchNorm over the samples of all processes, as if one process had computed them."""
 
     # in which order
     policy: str = "shuffle"
@@ -144,28 +145,54 @@ class Config:
             _at_least(name, getattr(self, name), 0)
         if self.batch_size and self.global_batch:
             raise UserError("give --batch-size (per process) or --global-batch (over all processes), not both")
-        if self.strategy == "one" and self.procs * self.nodes > 1:
-            raise UserError(f"strategy one is a single process, not {self.procs * self.nodes}; take ddp or fsdp")
-        if self.strategy == "dp" and self.procs * self.nodes > 1:
+        self._check_processes(self.procs * self.nodes)
+
+    def _check_processes(self, count: int) -> None:
+        if self.strategy == "one" and count > 1:
+            raise UserError(f"strategy one is a single process, not {count}; take ddp or fsdp")
+        if self.strategy == "dp" and count > 1:
             raise UserError("strategy dp drives all devices from one process; leave out --procs, or take ddp")
 
-    def complete(self, defaults: Mapping[str, Any], world: int) -> "Config":
+    def complete(self, defaults: Mapping[str, Any], place: World) -> "Settled":
         """Everything settled: the user's word, else the task's, else the fallback."""
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         choose = {**FALLBACK, **defaults}
-        settled = {name: choose[name] for name in choose if given.get(name) is None}
+        settled = {name: value for name, value in choose.items() if given[name] is None}
+        self._check_processes(place.size)
         if self.batch_size:
-            settled["global_batch"] = self.batch_size * world
+            settled["global_batch"] = self.batch_size * place.size
             settled["batch_size"] = None
         if self.strategy is None:
-            settled["strategy"] = "one" if world == 1 else "ddp"
+            settled["strategy"] = "one" if place.size == 1 else "ddp"
         if self.dealt_to is None:
-            settled["dealt_to"] = world
-        return dataclasses.replace(self, **settled)
+            settled["dealt_to"] = place.size
+        settled["procs"], settled["nodes"] = place.local_size, place.size // place.local_size
+        return Settled(**{**given, **settled})
+
+    def as_yaml(self) -> str:
+        """A file that `--config` takes."""
+        plain = {**dataclasses.asdict(self), "set": dict(self.set)}
+        return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settled(Config):
+    """The options with nothing left open."""
+
+    epochs: int
+    global_batch: int
+    optimizer: str
+    lr: float
+    weight_decay: float
+    momentum: float
+    schedule: str
+    warmup_steps: int
+    precision: str
+    strategy: str
+    dealt_to: int
 
     def plan(self, size: int) -> Plan:
-        """The order of the training, once all is settled."""
-        assert self.global_batch is not None and self.dealt_to is not None
+        """The order of the training."""
         return Plan(
             size=size,
             global_batch=self.global_batch,
@@ -175,11 +202,6 @@ class Config:
             deal=self.deal,
             workers=self.dealt_to,
         )
-
-    def as_yaml(self) -> str:
-        """A file that `--config` takes."""
-        plain = {**dataclasses.asdict(self), "set": dict(self.set)}
-        return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

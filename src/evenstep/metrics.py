@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torchmetrics import Metric
 
+from evenstep.errors import UserError
+
 
 class Mean(Metric):
     """The mean of the losses, each sample counted once."""
@@ -32,28 +34,33 @@ class Mean(Metric):
 
 
 def local(metrics: Mapping[str, Metric], device: torch.device) -> dict[str, Metric]:
-    """Fresh copies, which speak to no other rank until they are merged."""
-    return {name: _private(copy.deepcopy(metric), device) for name, metric in metrics.items()}
-
-
-def _private(metric: Metric, device: torch.device) -> Metric:
-    metric.reset()
-    metric.sync_on_compute = False
-    metric.dist_sync_on_step = False
-    return metric.to(device)
+    """Fresh copies on the device; they take in this rank's samples until they are merged."""
+    copies = {name: copy.deepcopy(metric) for name, metric in metrics.items()}
+    for name, metric in copies.items():
+        if not metric.sync_on_compute:
+            raise UserError(f"metric {name} has sync_on_compute=False, so it would speak of one rank's samples")
+        metric.reset()
+        metric.to(device)
+    return copies
 
 
 def merged(metrics: Mapping[str, Metric], world: int) -> dict[str, Any]:
-    """The metrics' values over all ranks' samples, the same on every rank."""
-    values = {}
-    for name, metric in metrics.items():
-        metric.to("cpu")
-        if world > 1:
-            metric.sync(dist_sync_fn=_gather, distributed_available=lambda: True)
-        with warnings.catch_warnings():  # a rank without samples computes from those of the others
-            warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
-            values[name] = _plain(metric.compute())
-    return values
+    """The metrics' values over all ranks' samples; rank 0's, lest two ranks' last digits decide differently."""
+    values = [{name: _merged(metric, world) for name, metric in metrics.items()}]
+    if world > 1:
+        dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def _merged(metric: Metric, world: int) -> Any:
+    metric.to("cpu")
+    for part in metric.modules():
+        if isinstance(part, Metric):
+            part.dist_sync_fn = _gather
+            part.distributed_available_fn = (lambda: True) if world > 1 else (lambda: False)
+    with warnings.catch_warnings():  # a rank without samples computes from those of the others
+        warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
+        return _plain(metric.compute())
 
 
 def _gather(state: Tensor, group: Any) -> list[Tensor]:

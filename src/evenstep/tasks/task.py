@@ -29,6 +29,9 @@ class Task(ABC):
     goal: ClassVar[str] = "min loss"
     """What "best" means on the validation data: `min` or `max`, and a metric's name or `loss`."""
 
+    unused_parameters: ClassVar[bool] = False
+    """Whether a step may leave some of the model's parameters out: DDP then has to look for them each time."""
+
     @abstractmethod
     def data(self, split: str) -> Any:
         """The samples for `train`, `validation` or `test`; None where there are none.

@@ -1,0 +1,138 @@
+"""`evenstep.train` and its relatives: what the command line does, for Python."""
+
+import functools
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from evenstep import world
+from evenstep.config import Config, checked, read_yaml
+from evenstep.errors import UserError, unknown
+from evenstep.evaluation import Values
+from evenstep.files import RunFiles, find_run
+from evenstep.launch import local
+from evenstep.records import record
+from evenstep.records.events import losses_of
+from evenstep.tasks import catalog, files
+from evenstep.tasks.task import Task
+from evenstep.training import Run, load_task, make_folder, run_evaluation, run_training
+from evenstep.world import Meeting, World
+
+T = TypeVar("T")
+
+SPLITS = ("train", "validation", "test")
+WEIGHTS = ("best", "last")
+
+
+@dataclass(frozen=True)
+class Result:
+    """A run that has ended, as its folder tells it."""
+
+    folder: Path
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What ran, where, when, and what came of it."""
+        return record.read(RunFiles(self.folder))
+
+    @property
+    def losses(self) -> list[float]:
+        """The mean loss of each step."""
+        return losses_of(RunFiles(self.folder).events(0))
+
+    @property
+    def best_weights(self) -> Path:
+        """The weights of the best epoch: `safetensors.torch.load_file` reads them."""
+        return RunFiles(self.folder).weights("best")
+
+
+def train(task: Task, **options: Any) -> Result:
+    """Train a task; the options are those of `evenstep train`, with underscores."""
+    if sys._getframe(1).f_globals.get("__name__") == "__mp_main__" or files.loading() is not None:
+        raise UserError(
+            "this script is being read by another process to find the task in it, and would start the training "
+            'again: put evenstep.train(...) under  if __name__ == "__main__":'
+        )
+    for name in ("task", "model", "set", "data"):
+        if name in options:
+            raise UserError(f"{name} belongs to the task: give it to {type(task).__name__}(...)")
+    name, fields = catalog.describe(task)
+    config = Config(
+        task=name,
+        model=fields.pop("model_name", None),
+        data=fields.pop("data_dir", None),
+        set=fields,
+        **checked(options, "evenstep.train()"),
+    )
+    return train_config(config, sys.argv)
+
+
+def train_config(config: Config, command: Sequence[str]) -> Result:
+    """Train what the options name, in as many processes as they say."""
+    load_task(config)  # what is wrong with it is said before any process starts
+    place, meeting = world.from_launcher(), _meeting(config)
+    ours = place is None and (meeting is None or meeting.node == 0)
+    folder = make_folder(config) if ours else None
+    run = Run(config=config, command=command, folder=folder)
+    try:
+        return Result(_start(functools.partial(run_training, run), config))
+    except BaseException as error:
+        if folder is not None:
+            _close_folder(RunFiles(folder), error)
+        raise
+
+
+def evaluate(
+    run: str | Path, *, split: str = "test", weights: str = "best", runs: str = "runs", **options: Any
+) -> Values:
+    """Measure a run's weights on its task's data."""
+    found = find_run(run, Path(runs))
+    config = Config(**{**read_yaml(found.config), "nodes": 1, **checked(options, "evenstep.evaluate()")})
+    if weights not in WEIGHTS:
+        raise unknown("weights", weights, WEIGHTS)
+    if split not in SPLITS:
+        raise unknown("split", split, SPLITS)
+    if not found.weights(weights).is_file():
+        raise UserError(f"{found.folder} holds no {weights} weights: it ended before its first epoch did")
+    return _start(functools.partial(run_evaluation, config, found.weights(weights), split), config)
+
+
+def _start(entry: Callable[[World], T], config: Config) -> T:
+    """Run as the rank that a launcher made this process, or alone, or in processes of our own."""
+    place = world.from_launcher()
+    if place is not None:
+        return entry(place)
+    if config.procs * config.nodes == 1:
+        return entry(world.alone())
+    return local.launch(entry, config.procs, nodes=config.nodes, meeting=_meeting(config))
+
+
+def _meeting(config: Config) -> Meeting | None:
+    """Where this node meets the others; None where there is one only."""
+    if config.nodes == 1:
+        return None
+    found = world.meeting()
+    if found is None:
+        raise UserError(
+            f"--nodes {config.nodes}: run the same line on each, with MASTER_ADDR and MASTER_PORT (an address "
+            "of the first node, and a free port there) and NODE_RANK (0, 1, ...) set"
+        )
+    if found.world not in (None, config.nodes, config.nodes * config.procs):
+        raise UserError(
+            f"WORLD_SIZE is {found.world}, but --nodes {config.nodes} of --procs {config.procs} "
+            f"make {config.nodes * config.procs} processes"
+        )
+    return found
+
+
+def _close_folder(run: RunFiles, error: BaseException) -> None:
+    """Say in the record how the run ended; without a record, it ended before it began, and leaves nothing."""
+    if not run.record.is_file():
+        shutil.rmtree(run.folder)
+    elif isinstance(error, local.Stopped):
+        record.close_record(run, "stopped", error=str(error))
+    elif isinstance(error, local.RankFailed):
+        record.close_record(run, "failed", error=f"{error.culprit.trace}{error}", rank=error.culprit.rank)

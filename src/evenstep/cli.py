@@ -1,0 +1,138 @@
+"""The command `evenstep`: reads the words, puts the parts together, and says in one line what is wrong."""
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from evenstep import __version__, world
+from evenstep.errors import UserError
+from evenstep.options import Parser, add_options
+
+ABOUT = "Train a PyTorch model on any number of processes, with the same result on each."
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Run the command; the exit code is 0, 1 for a failure, 2 for a mistake of the user's."""
+    if world.from_launcher() is None:
+        sys.exit(_guarded(sys.argv[1:] if words is None else words))
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    # under torchrun, whose summary names the first error only if it is told
+    record(_run)(sys.argv[1:] if words is None else words)
+
+
+def _guarded(words: Sequence[str]) -> int:
+    from evenstep.launch.local import RankFailed, Stopped
+
+    try:
+        _run(words)
+    except UserError as error:
+        return _say(str(error), 2)
+    except RankFailed as error:
+        if error.culprit.users:
+            return _say(error.culprit.what, 2)
+        return _say(f"{error.culprit.trace}evenstep: {error}", 1)
+    except Stopped as error:
+        return _say(str(error), 128 + error.signal)
+    except KeyboardInterrupt:
+        return _say("stopped by SIGINT", 128 + signal.SIGINT)
+    except BrokenPipeError:  # the reader of our output has left: nothing to say, and nobody to say it to
+        sys.stderr.close()
+        return 0
+    return 0
+
+
+def _say(text: str, code: int) -> int:
+    print(text if text.startswith("Traceback") else f"evenstep: {text}", file=sys.stderr)
+    return code
+
+
+def _run(words: Sequence[str]) -> None:
+    found = vars(make_parser().parse_args(words))
+    found.pop("act")(**found)
+
+
+def make_parser() -> Parser:
+    """All commands and their options."""
+    from evenstep.config import CHOICES, Config
+
+    parser = Parser(prog="evenstep", description=ABOUT)
+    parser.add_argument("--version", action="version", version=f"evenstep {__version__}")
+    parser.set_defaults(act=parser.print_help)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+
+    train = _command(commands, "train", _train, "train a model; the run gets a folder of its own")
+    add_options(train, Config, CHOICES, positional="task")
+    train.add_argument("--config", type=Path, metavar="FILE", help="a YAML file of options; those given here win")
+
+    evaluate = _command(commands, "evaluate", _evaluate, "measure a run's weights on its task's data")
+    evaluate.add_argument("run", metavar="RUN", help="a run's folder, or its name")
+    evaluate.add_argument(
+        "--split", default="test", metavar="NAME", help="train, validation or test (the default)"
+    )
+    evaluate.add_argument("--weights", default="best", metavar="NAME", help="best (the default) or last")
+    evaluate.add_argument("--procs", type=int, default=argparse.SUPPRESS, metavar="N", help="processes")
+    evaluate.add_argument("--device", default=argparse.SUPPRESS, metavar="NAME", help="auto, cpu, cuda or mps")
+    evaluate.add_argument("--data", default=argparse.SUPPRESS, metavar="DIR", help="the folder of data sets")
+    evaluate.add_argument("--runs", default="runs", metavar="DIR", help="the folder of runs")
+
+    data = _command(commands, "data", None, "the data sets of the tasks that come with evenstep")
+    actions = data.add_subparsers(title="commands", metavar="COMMAND")
+    listing = _command(actions, "list", _data_list, "what there is, and where")
+    get = _command(actions, "get", _data_get, "download one from its publisher")
+    get.add_argument("name", metavar="NAME", help="the data set's name, as `evenstep data list` has it")
+    for command in (listing, get):
+        command.add_argument(
+            "--data", type=Path, metavar="DIR", help="the folder of data sets (default: EVENSTEP_DATA, or ./data)"
+        )
+    return parser
+
+
+def _command(commands: Any, name: str, act: Any, about: str) -> Parser:
+    parser: Parser = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.")
+    parser.set_defaults(act=act or parser.print_help)
+    return parser
+
+
+# What the commands do; what they need is imported here, so that help comes at once
+
+
+def _train(config: Path | None = None, **options: Any) -> None:
+    from evenstep.config import Config, read_yaml
+    from evenstep.tasks.catalog import BUILT_IN
+
+    given = read_yaml(config) if config is not None else {}
+    given = {**given, **options, "set": {**given.get("set", {}), **options.get("set", {})}}
+    if "task" not in given:
+        raise UserError(f"train what? there are {', '.join(BUILT_IN)}, or a file of yours ending in .py")
+    settings = Config(**given)
+    _start_early(settings.procs)
+    from evenstep import api
+
+    api.train_config(settings, [Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+def _evaluate(run: str, split: str, weights: str, runs: str, **options: Any) -> None:
+    _start_early(options.get("procs", 1))
+    from evenstep import api
+    from evenstep.records.screen import table
+
+    values = api.evaluate(run, split=split, weights=weights, runs=runs, **options)
+    table(values)
+
+
+def _start_early(procs: int) -> None:
+    """Loading torch takes a second: let the processes to come do so while this one does."""
+    if procs > 1 and world.from_launcher() is None:
+        from evenstep.launch import local
+
+        local.preload()
+
+
+def _data_list(data: Path | None) -> None: ...
+
+
+def _data_get(name: str, data: Path | None) -> None: ...

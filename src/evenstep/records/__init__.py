@@ -1,0 +1,1 @@
+"""What is kept of a run: its record, its events, its curves, and what the screen shows meanwhile."""

@@ -1,0 +1,64 @@
+"""What happened in a run, on each rank: one JSON line per event, of three kinds.
+
+`instant`: something happened.  `span`: something took time.  `scalar`: values of something, one per step.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+
+class Events:
+    """Writes one rank's events. A line is whole or absent: it goes to the file in one write."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("ab", buffering=0)
+
+    def instant(self, name: str, **facts: Any) -> None:
+        """Something happened."""
+        self._write({"kind": "instant", "name": name, **facts})
+
+    def span(self, name: str, seconds: float, **facts: Any) -> None:
+        """Something took this long, until now."""
+        self._write({"kind": "span", "name": name, "seconds": round(seconds, 6), **facts})
+
+    def scalar(self, name: str, epoch: int, step: int, values: Sequence[float], **facts: Any) -> None:
+        """Values in the steps step, step + 1, ... of an epoch."""
+        self._write(
+            {"kind": "scalar", "name": name, "epoch": epoch, "step": step, "values": list(values), **facts}
+        )
+
+    def _write(self, event: dict[str, Any]) -> None:
+        self._file.write((json.dumps({"time": round(time.time(), 6), **event}) + "\n").encode())
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_events(path: Path) -> Iterator[dict[str, Any]]:
+    """A rank's events in order; a last line that was cut off by a kill is left out."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                yield json.loads(line)
+
+
+def losses_of(path: Path) -> list[float]:
+    """The loss of every step of a run, in order."""
+    return [
+        value
+        for event in read_events(path)
+        if event["kind"] == "scalar" and event["name"] == "loss"
+        for value in event["values"]
+    ]

@@ -1,0 +1,76 @@
+"""What a person sees while a run goes on: a line per epoch, and on a terminal a bar that moves."""
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+REDRAW = 0.2  # seconds: faster than that nobody reads, and drawing takes time from the training
+
+
+class Screen:
+    """Rank 0's view of the run; quiet but for a line per epoch where the output is no terminal."""
+
+    def __init__(self, console: Console, steps: int, epochs: int) -> None:
+        self.console = console
+        self.epochs = epochs
+        self._drawn = 0.0
+        self._bar: Progress | None = None
+        if console.is_terminal:
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("step {task.completed:,.0f}/{task.total:,.0f}  {task.fields[said]}"),
+                TimeRemainingColumn(),
+                console=console,
+                auto_refresh=False,
+                transient=True,
+            )
+            self._task = self._bar.add_task("epoch 1", total=steps, said="")
+            self._bar.start()
+
+    def moved(self, epoch: int, step: int, loss: float, rate: float) -> None:
+        """So far has the training come."""
+        if self._bar is None or time.monotonic() - self._drawn < REDRAW:
+            return
+        self._drawn = time.monotonic()
+        said = f"loss {number(loss)}  {rate:,.0f} samples/s"
+        self._bar.update(self._task, description=f"epoch {epoch + 1}/{self.epochs}", completed=step, said=said)
+        self._bar.refresh()
+
+    def epoch(self, epoch: int, loss: float, rate: float, values: Mapping[str, Any], best: bool) -> None:
+        """An epoch is done, and this is what validation says."""
+        found = f"  validation: {in_words(values)}{' (best)' if best else ''}" if values else ""
+        self.say(f"epoch {epoch + 1}/{self.epochs}  loss {number(loss)}  {rate:,.0f} samples/s{found}")
+
+    def say(self, line: str) -> None:
+        """A line that stays."""
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def in_words(values: Mapping[str, Any]) -> str:
+    """Measured values in a line; those that are tables are in the record."""
+    plain = {name: value for name, value in values.items() if isinstance(value, int | float)}
+    return "  ".join(f"{name} {number(value)}" for name, value in plain.items())
+
+
+def number(value: float) -> str:
+    """Short enough to read at a glance."""
+    if not math.isfinite(value) or value == 0 or 1e-3 <= abs(value) < 1e5:
+        return f"{value:.4f}"
+    return f"{value:.3e}"
+
+
+def table(values: Mapping[str, Any]) -> None:
+    """Measured values, a line each."""
+    console = Console()
+    for name, value in values.items():
+        shown = number(value) if isinstance(value, int | float) else str(value)
+        console.print(f"{name:<20} {shown}", highlight=False, markup=False)

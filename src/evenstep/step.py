@@ -1,0 +1,78 @@
+"""One optimizer step: micro-batches -> losses -> gradients -> update."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from evenstep.batches import Micro, Step
+from evenstep.errors import UserError
+from evenstep.precision import computing
+from evenstep.strategies.strategy import Strategy
+from evenstep.tasks.task import Task
+
+
+class Stepper:
+    """Takes steps: holds the model's strategy, the optimizer, and how an update is made."""
+
+    def __init__(
+        self,
+        task: Task,
+        strategy: Strategy,
+        optimizer: torch.optim.Optimizer,
+        *,
+        precision: str,
+        clip: float | None,
+        lr_factor: Callable[[int], float],
+    ) -> None:
+        self.task = task
+        self.strategy = strategy
+        self.optimizer = optimizer
+        self.clip = clip
+        self.lr_factor = lr_factor
+        self.device = strategy.device
+        self.precision = precision
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
+        self._base_lrs = [group["lr"] for group in optimizer.param_groups]
+
+    def take(self, step: Step, number: int) -> Tensor:
+        """Take global step `number` of the training; returns the sum of the losses of this rank's samples."""
+        # the strategy averages over ranks, so this makes the gradient that of the mean over all samples
+        scale = self.strategy.world / step.total
+        last = step.pieces - 1
+        sums = []
+        for piece, micro in enumerate(step.micros):
+            with self.strategy.syncing(piece == last):
+                total = self._total(micro)
+                self.scaler.scale(total * scale).backward()  # type: ignore[no-untyped-call]
+            sums.append(total.detach())
+        self._update(number)
+        return (
+            sums[0]
+            if last == 0
+            else torch.stack(sums).sum(dtype=torch.promote_types(sums[0].dtype, torch.float32))
+        )
+
+    def _total(self, micro: Micro) -> Tensor:
+        """The sum of the micro-batch's losses; 0, but with a graph, where its samples do not count."""
+        self.strategy.count(micro.weighted > 0)
+        with computing(self.precision, self.device):
+            losses = self.task.losses(self.strategy.called, micro.batch)
+        if losses.shape != (len(micro.indices),):
+            raise UserError(
+                f"losses() of {type(self.task).__name__} must return one loss per sample, a tensor of shape "
+                f"({len(micro.indices)},), not {tuple(losses.shape)}; is there a reduction='none' missing?"
+            )
+        total = losses.sum()
+        return total if micro.weighted else total * 0.0
+
+    def _update(self, number: int) -> None:
+        factor = self.lr_factor(number)
+        for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
+            group["lr"] = base * factor
+        if self.clip is not None:
+            self.scaler.unscale_(self.optimizer)
+            self.strategy.clip(self.clip)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()

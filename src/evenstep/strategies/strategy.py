@@ -1,0 +1,112 @@
+"""The contract of a strategy: who holds the model, and how the ranks' gradients become one."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+
+from evenstep.strategies.batchnorm import EvenBatchNorm
+
+
+class Strategy(ABC):
+    """A model on its device, or devices.
+
+    The loop hands each rank's loss over as `sum(losses) * world / samples_in_the_global_step`; whatever a
+    strategy does to the gradients, it ends with the mean over ranks, which is the gradient of the exact mean.
+    """
+
+    model: nn.Module
+    """The user's model; its parameters are what the optimizer updates."""
+
+    called: nn.Module
+    """What the loop calls: the model, or what stands in front of it."""
+
+    def __init__(self, model: nn.Module, rank: int, world: int, device: torch.device) -> None:
+        self.model = model
+        self.called = model
+        self.rank = rank
+        self.world = world
+        self.device = device
+        self._even_norms = [part for part in model.modules() if isinstance(part, EvenBatchNorm)]
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the model has to learn."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @abstractmethod
+    def syncing(self, sync: bool) -> AbstractContextManager[Any]:
+        """Around forward and backward of a micro-batch: gradients are exchanged if `sync`, else kept for later."""
+
+    def count(self, counts: bool) -> None:
+        """Say whether the coming samples count: those of a rank without samples are for keeping step only."""
+        for norm in self._even_norms:
+            norm.counts = counts
+
+    def clip(self, limit: float) -> Tensor:
+        """Scale the gradient down to this norm, and return the norm it had."""
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        full: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        return full
+
+    def settle(self) -> None:
+        """Make the buffers the same on all ranks: what BatchNorm gathered is averaged, the rest is rank 0's."""
+        if self.world == 1:
+            return
+        averaged = set()
+        for part in self.model.modules():
+            if not isinstance(part, nn.modules.batchnorm._NormBase) or isinstance(part, EvenBatchNorm):
+                continue
+            for buffer in (part.running_mean, part.running_var):
+                if buffer is not None:
+                    dist.all_reduce(buffer)
+                    buffer /= self.world
+                    averaged.add(id(buffer))
+        for buffer in self.model.buffers():
+            if id(buffer) not in averaged:
+                dist.broadcast(buffer, src=0)
+
+    def weights(self) -> dict[str, Tensor]:
+        """All weights and buffers by their names in the user's model, whole, on the CPU of rank 0.
+
+        Every rank has to ask; all but rank 0 may get nothing.
+        """
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        return cast(dict[str, Tensor], get_model_state_dict(self.model, options=whole))
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Take over weights that rank 0 has, whole; every rank has to ask."""
+        several = self.world > 1
+        set_model_state_dict(
+            self.model,
+            dict(weights) if self.rank == 0 else {},
+            options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=several),
+        )
+
+
+def units_of(model: nn.Module, named: Iterable[nn.Module] | None) -> list[nn.Module]:
+    """The parts that are sharded and gathered by themselves: those the task names, else repeated blocks.
+
+    Blocks that follow each other in a ModuleList or Sequential are what models repeat; gathering one at a
+    time keeps the memory for gathered weights down to one block.
+    """
+    if named is not None:
+        return list(named)
+    found: list[nn.Module] = []
+    for part in model.modules():
+        if isinstance(part, (nn.ModuleList, nn.Sequential)):
+            found += [
+                block
+                for block in part
+                if any(True for _ in block.children()) and any(True for _ in block.parameters())
+            ]
+    return [block for block in found if block is not model]

@@ -27,12 +27,19 @@ class Order(Protocol):
         ...
 
 
+class Part(NamedTuple):
+    """The samples of a batch small enough to compute at once."""
+
+    indices: Indices
+    counts: bool  # else it is there to keep step only
+
+
 class Micro(NamedTuple):
     """A batch small enough to compute at once."""
 
     batch: Batch
     indices: Indices
-    weighted: int  # how many of its samples count: all or none
+    counts: bool  # else it is there to keep step only
 
 
 class Step(NamedTuple):
@@ -102,9 +109,9 @@ class Batches:
         shares = self.order.shares(epoch, step, self.rank, self.world)
         if self.gathers:
             for share in shares:
-                count, parts = self._parts(share)
-                micros = (self._ready(self.data.gather(part), part, share, epoch) for part in parts)
-                yield Step(micros, count, share.total)
+                parts = self._parts(share)
+                micros = (self._ready(self.data.gather(part.indices), part, epoch) for part in parts)
+                yield Step(micros, len(parts), share.total)
         else:
             yield from self._loaded(shares, epoch)
 
@@ -113,48 +120,46 @@ class Batches:
         if self._loader is None:
             self._loader = _loader(self.data, self.workers, pin=self.device.type == "cuda")
         # the loader draws ahead of us, so what belongs to a batch waits here until the batch arrives
-        waiting: list[tuple[Share, int, list[Indices]]] = []
+        waiting: list[tuple[Share, list[Part]]] = []
 
         def drawn() -> Iterator[list[int]]:
             for share in shares:
-                count, parts = self._parts(share)
-                waiting.append((share, count, parts))
+                parts = self._parts(share)
+                waiting.append((share, parts))
                 for part in parts:
-                    yield part.tolist()
+                    yield part.indices.tolist()
 
         assert isinstance(self._loader.batch_sampler, _Sampler)
         self._loader.batch_sampler.next = drawn()
         arrived = iter(self._loader)
         for batch in arrived:
-            share, count, parts = waiting.pop(0)
-            micros = self._rest(batch, arrived, parts, share, epoch)
-            yield Step(micros, count, share.total)
+            share, parts = waiting.pop(0)
+            micros = self._rest(batch, arrived, parts, epoch)
+            yield Step(micros, len(parts), share.total)
             for _ in micros:  # what the step left unread still has to be taken off the loader
                 pass
 
-    def _rest(
-        self, first: Batch, arrived: Iterator[Batch], parts: list[Indices], share: Share, epoch: int
-    ) -> Iterator[Micro]:
-        yield self._ready(first, parts[0], share, epoch)
+    def _rest(self, first: Batch, arrived: Iterator[Batch], parts: list[Part], epoch: int) -> Iterator[Micro]:
+        yield self._ready(first, parts[0], epoch)
         for part in parts[1:]:
-            yield self._ready(next(arrived), part, share, epoch)
+            yield self._ready(next(arrived), part, epoch)
 
-    def _parts(self, share: Share) -> tuple[int, list[Indices]]:
+    def _parts(self, share: Share) -> list[Part]:
         """A share cut into micro-batches: as many on every rank as the largest share needs."""
         count = 1 if self.micro_batch is None else -(-share.most // self.micro_batch)
-        if count == 1:
-            return 1, [share.indices]
-        parts = np.array_split(share.indices, count)
-        # a rank with fewer samples than micro-batches keeps step on its first sample, with weight 0
-        return count, [part if len(part) else share.indices[:1] for part in parts]
+        if count == 1 or not share.weighted:
+            return [Part(share.indices, share.weighted > 0)] * count
+        pieces = np.array_split(share.indices, count)
+        # a rank with fewer samples than micro-batches keeps step on its first sample
+        return [Part(piece, True) if len(piece) else Part(share.indices[:1], False) for piece in pieces]
 
-    def _ready(self, batch: Batch, part: Indices, share: Share, epoch: int) -> Micro:
+    def _ready(self, batch: Batch, part: Part, epoch: int) -> Micro:
         """A batch on the device, prepared by the task."""
         batch = on_device(batch, self.device, self.dtype)
         draw = None
         if self.augment_seed is not None:
-            draw = Draw(self.augment_seed, epoch, part, self.device)
-        return Micro(self.task.prepare(batch, draw), part, len(part) if share.weighted else 0)
+            draw = Draw(self.augment_seed, epoch, part.indices, self.device)
+        return Micro(self.task.prepare(batch, draw), part.indices, part.counts)
 
 
 class _Sampler:

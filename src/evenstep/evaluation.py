@@ -26,7 +26,7 @@ def evaluate(batches: Batches, task: Task, strategy: Strategy, precision: str) -
     with torch.no_grad(), computing(precision, strategy.device):
         for step in batches.epoch(0):
             for micro in step.micros:
-                (measured if micro.weighted else idle).take(task, model, micro)
+                (measured if micro.counts else idle).take(task, model, micro)
     strategy.called.train()
     return exact.merged({"loss": measured.loss, **measured.metrics}, strategy.world)
 

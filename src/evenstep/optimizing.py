@@ -4,6 +4,7 @@ import math
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from evenstep.tasks.task import Optimizing
 
@@ -21,6 +22,7 @@ def make_optimizer(model: nn.Module, settings: Optimizing, device: torch.device)
         case "adamw":
             return torch.optim.AdamW(parameters, lr=lr, weight_decay=decay, fused=fused)
         case "sgd":
+            fused = fused and not any(isinstance(p, DTensor) for p in parameters)  # torch has none for shards
             return torch.optim.SGD(parameters, lr=lr, weight_decay=decay, momentum=settings.momentum, fused=fused)
     raise ValueError(f"no optimizer {settings.optimizer}")
 

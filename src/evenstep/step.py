@@ -55,7 +55,7 @@ class Stepper:
 
     def _total(self, micro: Micro) -> Tensor:
         """The sum of the micro-batch's losses; 0, but with a graph, where its samples do not count."""
-        self.strategy.count(micro.weighted > 0)
+        self.strategy.count(micro.counts)
         with computing(self.precision, self.device):
             losses = self.task.losses(self.strategy.called, micro.batch)
         if losses.shape != (len(micro.indices),):
@@ -64,7 +64,7 @@ class Stepper:
                 f"({len(micro.indices)},), not {tuple(losses.shape)}; is there a reduction='none' missing?"
             )
         total = losses.sum()
-        return total if micro.weighted else total * 0.0
+        return total if micro.counts else total * 0.0
 
     def _update(self, number: int) -> None:
         factor = self.lr_factor(number)

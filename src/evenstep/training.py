@@ -69,8 +69,8 @@ def run_training(run: Run, place: World) -> Path:
     task = load_task(run.config)
     config = run.config.complete(task.defaults, place)
     device = choose_device(config.device, place)
-    with _together(config, place, device):
-        return _train(run, config, task, place, device)
+    with together(config, place, device):
+        return train_here(run, config, task, place, device)
 
 
 def run_evaluation(config: Config, weights: Path, split: str, place: World) -> Values:
@@ -78,7 +78,7 @@ def run_evaluation(config: Config, weights: Path, split: str, place: World) -> V
     task = load_task(config)
     config = config.complete(task.defaults, place)
     device = choose_device(config.device, place)
-    with _together(config, place, device):
+    with together(config, place, device):
         return _evaluate(config, task, weights, split, place, device)
 
 
@@ -102,7 +102,8 @@ def _recorded(
     close_record(files, "finished", **facts)
 
 
-def _train(run: Run, config: Settled, task: Task, place: World, device: torch.device) -> Path:
+def train_here(run: Run, config: Settled, task: Task, place: World, device: torch.device) -> Path:
+    """Train among ranks that have met; returns the run's folder."""
     data = task.data("train")
     if config.sample is not None:
         data = Subset(data, config.sample, config.seed)
@@ -286,7 +287,7 @@ def choose_device(wanted: str, place: World) -> torch.device:
 
 
 @contextlib.contextmanager
-def _together(config: Settled, place: World, device: torch.device) -> Iterator[None]:
+def together(config: Settled, place: World, device: torch.device) -> Iterator[None]:
     """Among the other ranks, for as long as it takes."""
     if place.local_size > 1:
         torch.set_num_threads(world.threads_wanted() or max(1, world.cores() // place.local_size))

@@ -25,7 +25,7 @@ class Digits(Task):
 
     models: ClassVar = ("cnn", "mlp")
     defaults: ClassVar[Mapping[str, Any]] = {
-        "epochs": 15,
+        "epochs": 25,
         "global_batch": 64,
         "optimizer": "adam",
         "lr": 2e-3,
@@ -64,8 +64,8 @@ class Digits(Task):
         )
 
     def prepare(self, batch: dict[str, Tensor], draw: Draw | None) -> dict[str, Tensor]:
-        del draw
-        return {**batch, "image": batch["image"].unsqueeze(1) / 8 - 1}  # pixels are 0 to 16
+        image = batch["image"].unsqueeze(1) / 8 - 1  # pixels are 0 to 16
+        return {**batch, "image": image if draw is None else _shifted(image, draw)}
 
     def losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return F.cross_entropy(full_precision(model(batch["image"])), batch["digit"], reduction="none")
@@ -75,3 +75,14 @@ class Digits(Task):
 
     def predict(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         return torch.argmax(model(batch["image"]), dim=1), batch["digit"]
+
+
+def _shifted(image: Tensor, draw: Draw) -> Tensor:
+    """Each image moved by up to a pixel in both directions."""
+    side = image.shape[-1]
+    padded = F.pad(image, (1, 1, 1, 1), value=-1.0)
+    row, column = draw.integers("row", 0, 3), draw.integers("column", 0, 3)
+    along = torch.arange(side, device=image.device)
+    which = torch.arange(len(image), device=image.device)[:, None, None]
+    shifted = padded[which, 0, (row[:, None] + along)[:, :, None], (column[:, None] + along)[:, None, :]]
+    return shifted.unsqueeze(1)

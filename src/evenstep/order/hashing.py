@@ -30,7 +30,7 @@ def key(*parts: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def stream(seed: int, count: int) -> list[int]:
-    """`count` 64-bit integers that follow from a seed."""
-    start = np.uint64(seed) + np.arange(count, dtype=np.uint64) * GOLDEN
-    return [int(word) for word in mix(start)]
+def stream(seed: int, count: int) -> Words:
+    """`count` distinct 64-bit words that follow from a seed; other seeds', however close, look unrelated."""
+    start = mix(np.array([seed], dtype=np.uint64))  # without this, two seeds GOLDEN apart share their words
+    return mix(start + np.arange(count, dtype=np.uint64) * GOLDEN)

@@ -35,7 +35,7 @@ DEALS = {
 }
 
 WINDOW = 1 << 15  # samples of a rank worked out at a time: the cost of a NumPy call is shared by many steps
-PART = 1 << 22  # blocks dealt at a time when counting who gets how many
+HANDS = 1 << 18  # of so many at most random dealing consists: counting them takes milliseconds
 
 
 class Share(NamedTuple):
@@ -119,6 +119,11 @@ class Plan:
         if not 0 <= step < self.steps(epoch):
             raise ValueError(f"epoch {epoch} has steps 0 to {self.steps(epoch) - 1}, not {step}")
         return next(iter(self._window(epoch, range(step, step + 1), self.lengths(epoch), rank, world)))
+
+    def weight(self, epoch: int, step: int, rank: int, world: int) -> tuple[int, int]:
+        """How many samples of a rank's share count in a step, and how many the step has over all ranks."""
+        cut = self._cut(self._parts(self.lengths(epoch), step), rank, world)
+        return cut.weighted, cut.total
 
     def _window(self, epoch: int, window: range, lengths: list[int], rank: int, world: int) -> Iterator[Share]:
         """The shares of several steps, their indices worked out with one call a lane."""
@@ -220,15 +225,15 @@ def even(total: int, parts: int, part: int) -> int:
 def _dealt(full: int, workers: int, key: int | None) -> tuple[tuple[int, ...], int]:
     """How many full blocks each worker gets, and who gets the short one; without a key, in turn.
 
-    Random dealing looks at every block's hash: it takes time with the number of blocks, but no memory.
+    Random dealing throws a die for each hand. A hand is one block, or several where there are more blocks
+    than HANDS, so that an epoch over 10**12 samples starts as quickly as any.
     """
     if key is None:
         return tuple(even(full, workers, worker) for worker in range(workers)), full % workers
-    counts = np.zeros(workers, dtype=np.int64)
-    for start in range(0, full, PART):
-        blocks = np.arange(start, min(start + PART, full), dtype=np.uint64)
-        counts += np.bincount(
-            (hashing.mix(blocks + np.uint64(key)) % np.uint64(workers)).astype(np.int64), minlength=workers
-        )
-    last = int(hashing.mix(np.array([full], dtype=np.uint64) + np.uint64(key))[0] % np.uint64(workers))
-    return tuple(int(count) for count in counts), last
+    hand = -(-full // HANDS) or 1
+    hands = -(-full // hand)
+    thrown = (hashing.stream(key, hands + 1) % np.uint64(workers)).astype(np.int64)
+    counts = np.bincount(thrown[:hands], minlength=workers) * hand
+    if hands:
+        counts[thrown[hands - 1]] -= hands * hand - full
+    return tuple(int(count) for count in counts), int(thrown[hands])

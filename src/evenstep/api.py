@@ -1,8 +1,10 @@
 """`evenstep.train` and its relatives: what the command line does, for Python."""
 
 import functools
+import multiprocessing
 import shutil
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +13,9 @@ from typing import Any, TypeVar
 from evenstep import world
 from evenstep.config import Config, checked, read_yaml
 from evenstep.errors import UserError, unknown
-from evenstep.evaluation import Values
 from evenstep.files import RunFiles, find_run
 from evenstep.launch import local
+from evenstep.progress import Values
 from evenstep.records import record
 from evenstep.records.events import losses_of
 from evenstep.tasks import catalog, files
@@ -25,6 +27,11 @@ T = TypeVar("T")
 
 SPLITS = ("train", "validation", "test")
 WEIGHTS = ("best", "last")
+
+UNGUARDED = (
+    "this script is being read by another process to find the task in it, and would start the training again: "
+    'put evenstep.train(...) under  if __name__ == "__main__":'
+)
 
 
 @dataclass(frozen=True)
@@ -51,11 +58,9 @@ class Result:
 
 def train(task: Task, **options: Any) -> Result:
     """Train a task; the options are those of `evenstep train`, with underscores."""
-    if sys._getframe(1).f_globals.get("__name__") == "__mp_main__" or files.loading() is not None:
-        raise UserError(
-            "this script is being read by another process to find the task in it, and would start the training "
-            'again: put evenstep.train(...) under  if __name__ == "__main__":'
-        )
+    # so multiprocessing marks a process that is still reading the script it was started from
+    if getattr(multiprocessing.current_process(), "_inheriting", False) or files.loading() is not None:
+        raise UserError(UNGUARDED)
     for name in ("task", "model", "set", "data"):
         if name in options:
             raise UserError(f"{name} belongs to the task: give it to {type(task).__name__}(...)")
@@ -75,14 +80,15 @@ def train_config(config: Config, command: Sequence[str]) -> Result:
     load_task(config)  # what is wrong with it is said before any process starts
     place, meeting = world.from_launcher(), _meeting(config)
     ours = place is None and (meeting is None or meeting.node == 0)
-    folder = make_folder(config) if ours else None
-    run = Run(config=config, command=command, folder=folder)
-    try:
-        return Result(_start(functools.partial(run_training, run), config))
-    except BaseException as error:
-        if folder is not None:
-            _close_folder(RunFiles(folder), error)
-        raise
+    with local.stoppable():
+        folder = make_folder(config) if ours else None
+        run = Run(config=config, command=command, folder=folder)
+        try:
+            return Result(_start(functools.partial(run_training, run), config))
+        except BaseException as error:
+            if folder is not None:
+                _close_folder(RunFiles(folder), error)
+            raise
 
 
 def evaluate(
@@ -90,14 +96,18 @@ def evaluate(
 ) -> Values:
     """Measure a run's weights on its task's data."""
     found = find_run(run, Path(runs))
-    config = Config(**{**read_yaml(found.config), "nodes": 1, **checked(options, "evenstep.evaluate()")})
+    kept = read_yaml(found.config)
+    if kept.get("strategy") in ("one", "dp"):
+        kept["strategy"] = None  # more processes than one may measure what one has trained
+    config = Config(**{**kept, "nodes": 1, **checked(options, "evenstep.evaluate()")})
     if weights not in WEIGHTS:
         raise unknown("weights", weights, WEIGHTS)
     if split not in SPLITS:
         raise unknown("split", split, SPLITS)
     if not found.weights(weights).is_file():
         raise UserError(f"{found.folder} holds no {weights} weights: it ended before its first epoch did")
-    return _start(functools.partial(run_evaluation, config, found.weights(weights), split), config)
+    with local.stoppable():
+        return _start(functools.partial(run_evaluation, config, found.weights(weights), split), config)
 
 
 def _start(entry: Callable[[World], T], config: Config) -> T:
@@ -132,7 +142,12 @@ def _close_folder(run: RunFiles, error: BaseException) -> None:
     """Say in the record how the run ended; without a record, it ended before it began, and leaves nothing."""
     if not run.record.is_file():
         shutil.rmtree(run.folder)
-    elif isinstance(error, local.Stopped):
-        record.close_record(run, "stopped", error=str(error))
-    elif isinstance(error, local.RankFailed):
-        record.close_record(run, "failed", error=f"{error.culprit.trace}{error}", rank=error.culprit.rank)
+        return
+    failed = error if isinstance(error, local.RankFailed) else error.__cause__
+    if isinstance(failed, local.RankFailed):
+        culprit = failed.culprit
+        record.close_record(run, "failed", error=f"{culprit.trace}{failed}", rank=culprit.rank)
+    elif isinstance(error, KeyboardInterrupt | local.Stopped):
+        record.close_record(run, "stopped", error=str(error) or "stopped by SIGINT")
+    elif record.read(run)["state"] == "running":
+        record.close_record(run, "failed", error="".join(traceback.format_exception(error)))

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from evenstep import leash
 from evenstep.order import hashing
+from evenstep.order.digest import Digest
 from evenstep.order.permutation import Indices, Permutation
 from evenstep.order.plan import Share
 from evenstep.tasks.task import Batch, Draw, Task
@@ -48,6 +49,7 @@ class Step(NamedTuple):
     micros: Iterator[Micro]
     pieces: int  # micro-batches, the same number on every rank
     total: int  # samples in the global step, over all ranks
+    digest: Digest  # of this rank's samples
 
 
 class Subset:
@@ -111,7 +113,7 @@ class Batches:
             for share in shares:
                 parts = self._parts(share)
                 micros = (self._ready(self.data.gather(part.indices), part, epoch) for part in parts)
-                yield Step(micros, len(parts), share.total)
+                yield Step(micros, len(parts), share.total, share.digest)
         else:
             yield from self._loaded(shares, epoch)
 
@@ -135,7 +137,7 @@ class Batches:
         for batch in arrived:
             share, parts = waiting.pop(0)
             micros = self._rest(batch, arrived, parts, epoch)
-            yield Step(micros, len(parts), share.total)
+            yield Step(micros, len(parts), share.total, share.digest)
             for _ in micros:  # what the step left unread still has to be taken off the loader
                 pass
 

@@ -1,6 +1,7 @@
 """The command `evenstep`: reads the words, puts the parts together, and says in one line what is wrong."""
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -16,38 +17,50 @@ ABOUT = "Train a PyTorch model on any number of processes, with the same result 
 
 def main(words: Sequence[str] | None = None) -> None:
     """Run the command; the exit code is 0, 1 for a failure, 2 for a mistake of the user's."""
-    if world.from_launcher() is None:
-        sys.exit(_guarded(sys.argv[1:] if words is None else words))
-    from torch.distributed.elastic.multiprocessing.errors import record
-
-    # under torchrun, whose summary names the first error only if it is told
-    record(_run)(sys.argv[1:] if words is None else words)
+    sys.exit(_guarded(sys.argv[1:] if words is None else words))
 
 
 def _guarded(words: Sequence[str]) -> int:
     from evenstep.launch.local import RankFailed, Stopped
 
     try:
-        _run(words)
+        _as_rank(words) if world.from_launcher() is not None else _run(words)
+        sys.stdout.flush()
     except UserError as error:
-        return _say(str(error), 2)
+        return _say(" ".join(str(error).splitlines()), 2)
     except RankFailed as error:
-        if error.culprit.users:
-            return _say(error.culprit.what, 2)
-        return _say(f"{error.culprit.trace}evenstep: {error}", 1)
+        sys.stderr.write(error.culprit.trace)
+        return _say(str(error), 1)
     except Stopped as error:
         return _say(str(error), 128 + error.signal)
     except KeyboardInterrupt:
         return _say("stopped by SIGINT", 128 + signal.SIGINT)
     except BrokenPipeError:  # the reader of our output has left: nothing to say, and nobody to say it to
-        sys.stderr.close()
-        return 0
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor for Python to flush at its end
+        return 128 + signal.SIGPIPE
     return 0
 
 
 def _say(text: str, code: int) -> int:
-    print(text if text.startswith("Traceback") else f"evenstep: {text}", file=sys.stderr)
+    sys.stderr.write(f"evenstep: {text}\n")
     return code
+
+
+def _as_rank(words: Sequence[str]) -> None:
+    """Run under torchrun, whose summary names the first error only if it is told."""
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    mistakes: list[UserError] = []
+
+    def run() -> None:
+        try:
+            _run(words)
+        except UserError as error:
+            mistakes.append(error)
+
+    record(run)()
+    if mistakes:
+        raise mistakes[0]
 
 
 def _run(words: Sequence[str]) -> None:
@@ -132,7 +145,19 @@ def _start_early(procs: int) -> None:
         local.preload()
 
 
-def _data_list(data: Path | None) -> None: ...
+def _data_list(data: Path | None) -> None:
+    from evenstep.records.screen import say
+    from evenstep.tasks.sources import listing
+
+    for found in listing(data or world.data_home()):
+        where = f"here: {found.path}" if found.here else f"not here: {found.source.size / 1e6:,.0f} MB from "
+        say(f"{found.name:<10} {where}{'' if found.here else found.source.address}")
 
 
-def _data_get(name: str, data: Path | None) -> None: ...
+def _data_get(name: str, data: Path | None) -> None:
+    from evenstep.records.screen import downloading, say
+    from evenstep.tasks.sources import SOURCES, get
+
+    with downloading(name) as report:
+        path = get(name, data or world.data_home(), report)
+    say(f"{name} is in {path}; its terms: {SOURCES[name].terms}")

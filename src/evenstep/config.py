@@ -5,6 +5,7 @@ starts, and the result is what is kept with the run.
 """
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,8 @@ CHOICES = {
     "policy": tuple(POLICIES),
     "deal": tuple(DEALS),
 }
+
+MOST = 1 << 63  # what arrays and torch can count to
 
 # what a task leaves unsaid
 FALLBACK: Mapping[str, Any] = {
@@ -124,6 +127,14 @@ class Config:
     workers: int = 0
     """Data loading processes per rank, for data sets that are read sample by sample."""
 
+    # what survives
+    snapshot_every: int | None = None
+    """Steps between two snapshots."""
+    snapshot_minutes: float | None = 5.0
+    """Minutes between two snapshots."""
+    keep: int = 3
+    """Snapshots that are kept; older ones are taken away."""
+
     # what is kept
     runs: str = "runs"
     """The folder that gets a folder for each run."""
@@ -139,10 +150,12 @@ class Config:
                 raise unknown(name, value, valid)
         for name in ("epochs", "sample", "max_steps", "patience", "batch_size", "global_batch", "micro_batch"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("block_size", "dealt_to", "procs", "nodes", "log_every"):
+        for name in ("block_size", "dealt_to", "procs", "nodes", "log_every", "snapshot_every", "keep"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("lr", "weight_decay", "momentum", "warmup_steps", "workers", "seed"):
+        for name in ("lr", "weight_decay", "momentum", "warmup_steps", "workers", "seed", "snapshot_minutes"):
             _at_least(name, getattr(self, name), 0)
+        if self.clip is not None and not self.clip > 0:
+            raise UserError(f"clip must be above 0, not {self.clip}; leave it out for no clipping")
         if self.batch_size and self.global_batch:
             raise UserError("give --batch-size (per process) or --global-batch (over all processes), not both")
         self._check_processes(self.procs * self.nodes)
@@ -247,10 +260,21 @@ def _of_kind(name: str, value: Any, kinds: tuple[type, ...], source: str) -> Any
             return float(value)  # YAML takes 1e-3 for text
         except ValueError:
             pass
-    expected = " or ".join("nothing" if k is type(None) else k.__name__ for k in kinds)
+    if str in kinds and isinstance(value, os.PathLike):
+        return os.fspath(value)
+    expected = " or ".join(_KINDS[kind] for kind in kinds)
     raise UserError(f"{name} in {source} must be {expected}, not {value!r}")
 
 
+_KINDS = {
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    bool: "true or false",
+    type(None): "nothing",
+}
+
+
 def _at_least(name: str, value: float | None, least: int) -> None:
-    if value is not None and not value >= least:
-        raise UserError(f"{name} must be at least {least}, not {value}")
+    if value is not None and not least <= value < MOST:
+        raise UserError(f"{name} must be at least {least}{'' if value < MOST else ' and below 2^63'}, not {value}")

@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import re
-import tempfile
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -35,6 +35,16 @@ class RunFiles:
         return self.folder / "events" / f"rank-{rank}.jsonl"
 
     @property
+    def snapshots(self) -> Path:
+        """A folder for each snapshot."""
+        return self.folder / "snapshots"
+
+    @property
+    def stop(self) -> Path:
+        """A file that asks the run to stop, by being there."""
+        return self.folder / "stop"
+
+    @property
     def tensorboard(self) -> Path:
         return self.folder / "tensorboard"
 
@@ -45,7 +55,8 @@ class RunFiles:
 
 def new_run(parent: Path, task: str, now: datetime) -> RunFiles:
     """A folder of its own for a run, named by time and task, never one that exists."""
-    name = f"{now:%Y%m%d-%H%M%S}-{re.sub(r'[^A-Za-z0-9_.-]+', '_', task).strip('.') or 'task'}"
+    name = f"{now:%Y%m%d-%H%M%S}-{re.sub(r'[^A-Za-z0-9_.-]+', '_', task).strip('.')[:80] or 'task'}"
+    parent = parent.expanduser()
     try:
         parent.mkdir(parents=True, exist_ok=True)
         for again in range(1, 10_000):
@@ -62,7 +73,8 @@ def new_run(parent: Path, task: str, now: datetime) -> RunFiles:
 
 def find_run(run: str | Path, parent: Path) -> RunFiles:
     """The run that a user means: a folder, or the name of one in the folder of runs."""
-    for folder in (Path(run), parent / run):
+    parent = parent.expanduser()
+    for folder in (Path(run).expanduser(), parent / run):
         if (folder / "record.json").is_file():
             return RunFiles(folder)
     names = sorted(p.parent.name for p in parent.glob("*/record.json"))
@@ -73,26 +85,27 @@ def find_run(run: str | Path, parent: Path) -> RunFiles:
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary file beside `path` that takes its place, whole and on disk, if all goes well."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
     try:
         yield temporary
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
-        mask = os.umask(0)
-        os.umask(mask)
-        temporary.chmod(0o666 & ~mask)  # mkstemp keeps others out; a run's files are as open as any
         temporary.replace(path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
 
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replace a file in one atomic step."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(content)
+
+
 def write_text(path: Path, text: str) -> None:
     """Replace a file's text in one atomic step."""
-    with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    write_bytes(path, text.encode())
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -100,7 +113,7 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, allow_nan=True) + "\n")
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """A rename is on disk when its folder is."""
     handle = os.open(folder, os.O_RDONLY)
     try:

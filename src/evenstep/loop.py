@@ -1,20 +1,31 @@
-"""The training: for each step take it and report; at each epoch's end look how good the model is."""
+"""The training: for each step take it; now and then report; at each epoch's end look how good the model is."""
 
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evenstep.batches import Batches
+from evenstep.batches import Batches, Step
 from evenstep.errors import UserError
-from evenstep.evaluation import Values
-from evenstep.records.recorder import Losses, Recorder
+from evenstep.order.digest import Digest
+from evenstep.progress import Progress, Values, Window
+from evenstep.records.recorder import Recorder
 from evenstep.step import Stepper
+
+PULSE = 0.5  # seconds between two moments at which the ranks compare notes
+MOST = 512  # steps between them at the most
+
+
+class Wishes(NamedTuple):
+    """What a rank would like to happen at the next moment that suits all."""
+
+    stop: bool = False
+    snapshot: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,76 +39,94 @@ class Training:
     """The loss and metrics on the validation data; nothing where there is none."""
     keep_best: Callable[[], None]
     """Keep the weights as they are now: they are the best so far."""
+    snapshot: Callable[[Progress], None]
+    """Keep all it takes to go on from here."""
+    snapshot_every: int | None
+    wishes: Callable[[], Wishes]
     goal: str
     epochs: int
     max_steps: int | None
     patience: int | None
-    report_every: int
 
 
-class Outcome(NamedTuple):
-    """What came of a training."""
+def train(parts: Training, progress: Progress) -> bool:
+    """Train until the end, or until somebody wishes to stop: whether it came to its end.
 
-    epochs: int
-    steps: int
-    samples: int
-    seconds: float  # in the epochs, validation apart
-    final: Values
-    best: Values
-    best_epoch: int
-
-    def facts(self) -> dict[str, Any]:
-        """What a record keeps of it."""
-        rate = self.samples / self.seconds if self.seconds else 0.0
-        return {**self._asdict(), "samples_per_second": rate}
-
-
-def train(parts: Training) -> Outcome:
-    """Train to the end: the same decisions on every rank, since all look at the same numbers."""
-    best = Best(parts.goal)
-    tally = Tally(parts.report_every, parts.stepper.device, parts.stepper.strategy.world)
-    number, epoch, values = 0, 0, Values()
-    for epoch in range(parts.epochs):
-        tally.begin()
-        for step in parts.batches.epoch(epoch):
-            tally.add(parts.stepper.take(step, number), step.total)
-            number += 1
-            if tally.full:
-                parts.recorder.losses(epoch, number, tally.take())
-            if number == parts.max_steps:
-                break
-        if tally.waiting:
-            parts.recorder.losses(epoch, number, tally.take())
+    All decisions are the same on every rank, since all look at the same numbers.
+    """
+    score = Score(parts.goal)
+    tally = Tally(parts.stepper.device, parts.stepper.strategy.world)
+    for epoch in range(progress.epoch, parts.epochs):
+        if _stopped_in_epoch(parts, progress, tally):
+            return False
         values = parts.validate()
-        improved = best.offer(epoch, values)
-        parts.recorder.epoch(epoch, number, tally.loss, tally.rate, values, improved)
+        improved = progress.measured(values, score(values))
+        parts.recorder.epoch(progress, improved)
         if improved:
             parts.keep_best()
-        if number == parts.max_steps or epoch - best.epoch == parts.patience:
+        if progress.number == parts.max_steps or epoch - progress.best_epoch == parts.patience:
             break
-    return Outcome(epoch + 1, number, tally.all_samples, tally.all_seconds, values, best.values, best.epoch)
+        if epoch + 1 < parts.epochs:
+            progress.next_epoch()
+    return True
+
+
+def _stopped_in_epoch(parts: Training, progress: Progress, tally: "Tally") -> bool:
+    """Train to the epoch's end; whether somebody wished to stop before it."""
+    if progress.number == parts.max_steps:  # resumed where it had come to its end
+        return False
+    tally.begin(progress.step)
+    for step in parts.batches.epoch(progress.epoch, progress.step):
+        tally.add(parts.stepper.take(step, progress.number), step)
+        progress.step += 1
+        progress.number += 1
+        due = parts.snapshot_every is not None and progress.number % parts.snapshot_every == 0
+        last = progress.number == parts.max_steps
+        if tally.full or due or last:
+            wishes = _compare_notes(parts, progress, tally)
+            if due or wishes.snapshot or wishes.stop:
+                parts.snapshot(progress)
+                tally.begin(progress.step)
+            if wishes.stop or last:
+                return wishes.stop
+    if tally.waiting:
+        _compare_notes(parts, progress, tally)
+    return False
+
+
+def _compare_notes(parts: Training, progress: Progress, tally: "Tally") -> Wishes:
+    window, wishes = tally.take(parts.wishes())
+    progress.add(window)
+    parts.recorder.steps(progress, window)
+    return wishes
 
 
 class Tally:
-    """Gathers the losses of steps and sums them over ranks now and then: a look at each would wait for each."""
+    """Gathers the losses of steps and sums them over ranks now and then: a look at each would wait for each.
 
-    def __init__(self, every: int, device: torch.device, world: int) -> None:
+    With them travel the ranks' wishes, so that whatever is decided is decided at the same step by all.
+    """
+
+    def __init__(self, device: torch.device, world: int) -> None:
         exact = torch.float32 if device.type == "mps" else torch.float64
-        self._sums = torch.zeros(every, dtype=exact, device=device)
+        self._notes = torch.zeros(3 + MOST, dtype=exact, device=device)
+        self._sums = self._notes[3:]
         self._totals: list[int] = []
         self._world = world
-        self.all_samples, self.all_seconds = 0, 0.0
+        self._every = 1
+        self.begin(0)
 
-    def begin(self) -> None:
-        """An epoch starts now."""
-        self._first = 0
-        self.samples, self.seconds, self.sum = 0, 0.0, 0.0
+    def begin(self, step: int) -> None:
+        """The next steps start now, with this one of the epoch."""
+        self._first = step
+        self._digest = Digest()
         self._since = time.perf_counter()
 
-    def add(self, losses: Tensor, total: int) -> None:
-        """This rank's sum of losses in a step of so many samples over all ranks."""
+    def add(self, losses: Tensor, step: Step) -> None:
+        """A step, and this rank's sum of its losses."""
         self._sums[len(self._totals)] = losses
-        self._totals.append(total)
+        self._totals.append(step.total)
+        self._digest = self._digest.plus(step.digest)
 
     @property
     def waiting(self) -> int:
@@ -106,62 +135,40 @@ class Tally:
 
     @property
     def full(self) -> bool:
-        return len(self._totals) == len(self._sums)
+        """Whether it is time to compare notes; it becomes so at the same step on all ranks."""
+        return len(self._totals) >= self._every
 
-    def take(self) -> "Losses":
-        """What waits, over all ranks' samples."""
+    def take(self, wishes: Wishes) -> tuple[Window, Wishes]:
+        """What waits, over all ranks' samples, and what any of them wishes."""
+        count = len(self._totals)
+        notes = self._notes[: 3 + count]
+        own = [time.perf_counter() - self._since, float(wishes.stop), float(wishes.snapshot)]
+        notes[:3] = torch.tensor(own, dtype=notes.dtype)
         if self._world > 1:
-            dist.all_reduce(self._sums)
-        sums = self._sums[: self.waiting].tolist()
+            dist.all_reduce(notes)
+        time_of_all, stop, snapshot, *sums = notes.tolist()
+        seconds = time_of_all / self._world
         losses = [total / samples for total, samples in zip(sums, self._totals, strict=True)]
-        seconds = time.perf_counter() - self._since
-        samples = sum(self._totals)
-        first = self._first
-        self.sum += sum(sums)
-        self.samples += samples
-        self.seconds += seconds
-        self.all_samples += samples
-        self.all_seconds += seconds
-        self._first += self.waiting
+        window = Window(self._first, losses, list(self._totals), seconds, self._digest)
+        self._every = min(MOST, max(1, round(count * PULSE / max(seconds, 1e-9))))
         self._totals.clear()
-        self._sums.zero_()
-        self._since = time.perf_counter()
-        return Losses(first, losses, samples / seconds)
-
-    @property
-    def loss(self) -> float:
-        """The mean over the epoch's samples so far."""
-        return self.sum / self.samples
-
-    @property
-    def rate(self) -> float:
-        """Samples per second in this epoch."""
-        return self.samples / self.seconds
+        self._notes.zero_()
+        self.begin(self._first + count)
+        return window, Wishes(stop > 0, snapshot > 0)
 
 
-class Best:
-    """The best validation so far, by the task's goal; without validation data, the latest is the best."""
+class Score:
+    """How good a validation is by the task's goal; more is better."""
 
     def __init__(self, goal: str) -> None:
         direction, _, self.name = goal.partition(" ")
         if direction not in ("min", "max") or not self.name:
             raise UserError(f"a goal is 'min' or 'max' and a metric's name, such as 'min loss', not {goal!r}")
         self._sign = 1.0 if direction == "max" else -1.0
-        self._score = -math.inf
-        self.epoch = 0
-        self.values: Values = {}
 
-    def offer(self, epoch: int, values: Values) -> bool:
-        """Whether these values are the best so far."""
-        score = self._of(values)
-        if epoch and score <= self._score:
-            return False
-        self.epoch, self.values, self._score = epoch, values, score
-        return True
-
-    def _of(self, values: Values) -> float:
+    def __call__(self, values: Values) -> float:
         if not values:
-            return math.inf
+            return -math.inf
         if self.name not in values:
             raise UserError(f"the goal names {self.name}, which is not measured; there are {', '.join(values)}")
         score = self._sign * float(values[self.name])

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
+from typing import Any
 
 MISSING = ("nms", "qnms")
 
@@ -53,6 +54,9 @@ class _Loader(Loader):
                 del sys.modules[name]
             _declare()
             self.real.exec_module(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)  # what else a loader can: reading resources, showing the source
 
 
 def _declare() -> None:

@@ -2,8 +2,14 @@
 
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from evenstep.errors import UserError
+
+# what torch tells each rank of its place
+_OF_A_RANK = ("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_")
 
 
 @dataclass(frozen=True)
@@ -33,17 +39,40 @@ class Meeting:
     world: int | None
 
 
+@dataclass(frozen=True)
+class Surroundings:
+    """What a forkserver's children do not inherit from the process that asks for them."""
+
+    folder: str
+    environment: Mapping[str, str]
+
+    def enter(self) -> None:
+        """Make them this process's own, but for its place among the ranks."""
+        os.chdir(self.folder)
+        for name in set(os.environ) | set(self.environment):
+            if not name.startswith(_OF_A_RANK):
+                if name in self.environment:
+                    os.environ[name] = self.environment[name]
+                else:
+                    del os.environ[name]
+
+
+def surroundings() -> Surroundings:
+    """The folder and the environment of this process, as they are now."""
+    return Surroundings(str(Path.cwd()), dict(os.environ))
+
+
 def from_launcher() -> World | None:
     """The place that torchrun, or our own launcher, gave this process; None if nobody launched it."""
     env = os.environ
     if "RANK" not in env or "LOCAL_RANK" not in env or "WORLD_SIZE" not in env:
         return None
     return World(
-        rank=int(env["RANK"]),
-        size=int(env["WORLD_SIZE"]),
-        local_rank=int(env["LOCAL_RANK"]),
-        local_size=int(env.get("LOCAL_WORLD_SIZE", "1")),
-        node=int(env.get("GROUP_RANK", env.get("NODE_RANK", "0"))),
+        rank=_number("RANK"),
+        size=_number("WORLD_SIZE"),
+        local_rank=_number("LOCAL_RANK"),
+        local_size=_number("LOCAL_WORLD_SIZE", "1"),
+        node=_number("GROUP_RANK", env.get("NODE_RANK", "0")),
         host=socket.gethostname(),
     )
 
@@ -60,10 +89,23 @@ def meeting() -> Meeting | None:
         return None
     return Meeting(
         address=env["MASTER_ADDR"],
-        port=int(env["MASTER_PORT"]),
-        node=int(env.get("NODE_RANK", env.get("GROUP_RANK", "0"))),
-        world=int(env["WORLD_SIZE"]) if "WORLD_SIZE" in env else None,
+        port=_number("MASTER_PORT"),
+        node=_number("NODE_RANK", env.get("GROUP_RANK", "0")),
+        world=_number("WORLD_SIZE") if "WORLD_SIZE" in env else None,
     )
+
+
+def store() -> tuple[str, int, str]:
+    """Host and port of the store at which the ranks have met, and a name for this meeting among earlier ones."""
+    env = os.environ
+    return env["MASTER_ADDR"], _number("MASTER_PORT"), env.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def _number(name: str, default: str = "") -> int:
+    text = os.environ.get(name, default)
+    if not text.isdecimal():
+        raise UserError(f"{name} in the environment must be a whole number, not {text!r}")
+    return int(text)
 
 
 def cores() -> int:
@@ -80,3 +122,8 @@ def threads_wanted() -> int | None:
 def data_home() -> Path:
     """The folder of data sets: EVENSTEP_DATA, or `data` here."""
     return Path(os.environ.get("EVENSTEP_DATA") or "data")
+
+
+def cache_home() -> Path:
+    """The user's folder for what can be made again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()

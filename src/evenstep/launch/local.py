@@ -5,32 +5,47 @@ how the processes ended follows who failed first, and why.
 """
 
 import contextlib
+import dataclasses
 import json
-import logging
-import multiprocessing
 import os
 import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from evenstep import leash, world
 from evenstep.errors import UserError
-from evenstep.world import Meeting, World
+from evenstep.world import Meeting, Surroundings, World
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous import RendezvousHandler
+
+    from evenstep.launch.agent import Ended
 
 T = TypeVar("T")
 
-PRELOADED = ["evenstep.training"]
-LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
+PRELOADED = ("evenstep.training",)
 FAILED = 1
+INTERVAL = 0.1  # seconds between two looks at the ranks
+NODES_COME_WITHIN = 900  # seconds from the first to the last
+VICTIMS_WAIT = 10 * INTERVAL  # so that the look finds the rank that went first
+ONE_STOP = 3.0  # seconds in which further signals do not break off what the first one set going
+LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Connection was likely closed",
+    "Broken pipe",
+    "ncclRemoteError",
+)
 
 
 class RankFailed(Exception):
@@ -41,12 +56,15 @@ class RankFailed(Exception):
         self.culprit = culprit
 
 
-class Stopped(Exception):
-    """A signal to the launcher ended the run."""
+class Stopped(SystemExit):
+    """A signal ended the run; left to itself, the program exits as shells expect it to."""
 
     def __init__(self, by: signal.Signals) -> None:
-        super().__init__(f"stopped by {by.name}")
+        super().__init__(128 + by)
         self.signal = by
+
+    def __str__(self) -> str:
+        return f"stopped by {self.signal.name}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,107 +79,162 @@ class Failure:
     trace: str = ""
     users: bool = False
     """It is the user's to mend, and `what` says how."""
+    victim: bool = False
+    """This rank only found that another one had gone."""
 
     @property
     def sentence(self) -> str:
         """Who, where, what."""
         return f"rank {self.rank} on {self.host} (pid {self.pid}) {self.what}"
 
-    @property
-    def victim(self) -> bool:
-        """Whether this rank only found that another one had gone."""
-        return any(sign in self.what for sign in LOST_PEER)
-
 
 def preload() -> None:
     """Let a forkserver load torch while this process goes on with its own start."""
-    multiprocessing.set_forkserver_preload(PRELOADED)
-    forkserver.ensure_running()
+    leash.start_forkserver(PRELOADED)
 
 
 def launch(entry: Callable[[World], T], procs: int, *, nodes: int = 1, meeting: Meeting | None = None) -> T:
     """Run `entry` in so many processes; what the first of them returned."""
-    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it says, we say in a line
     preload()
-    alone = meeting is None
-    with tempfile.TemporaryDirectory(prefix="evenstep-") as reports, _signals_kept():
-        config = LaunchConfig(
-            min_nodes=nodes,
-            max_nodes=nodes,
-            nproc_per_node=procs,
-            run_id=uuid.uuid4().hex if alone else "evenstep",
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0" if meeting is None else f"{meeting.address}:{meeting.port}",
-            # by itself torch hosts only where the host's name leads to the address; the first node knows better
-            rdzv_configs={} if meeting is None else {"is_host": meeting.node == 0},
-            local_addr="localhost" if alone else None,
-            max_restarts=0,
-            monitor_interval=0.1,
-            start_method="forkserver",
-            logs_specs=DefaultLogsSpecs(log_dir=reports),
-        )
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    from evenstep.launch.agent import quiet
+
+    with quiet(), tempfile.TemporaryDirectory(prefix="evenstep-", ignore_cleanup_errors=True) as reports:
         try:
-            returned: dict[int, T] = elastic_launch(config, _rank)(entry, reports)
-        except ChildFailedError as error:
-            raise RankFailed(_culprit(Path(reports), error.failures)) from None
-        except SignalException as error:
-            raise Stopped(error.sigval) from None
+            returned, ended = _run(entry, procs, nodes, meeting, reports)
+        except RendezvousError as error:
+            if meeting is None:
+                raise
+            raise UserError(_no_meeting(nodes, meeting, error)) from None
+        if ended:
+            failed = RankFailed(_culprit(Path(reports), ended))
+            if failed.culprit.users:
+                raise UserError(failed.culprit.what) from failed
+            raise failed
     return returned[min(returned)]
 
 
-def _rank(entry: Callable[[World], T], reports: str) -> T:
+def _run(
+    entry: Callable[[World], T], procs: int, nodes: int, meeting: Meeting | None, reports: str
+) -> "tuple[Mapping[int, T], Mapping[int, Ended]]":
+    """What the ranks of this machine returned, or how those ended that did not."""
+    from evenstep.launch.agent import Agent
+
+    rendezvous = _rendezvous(nodes, meeting)
+    agent = Agent(
+        _rank,
+        entry,
+        reports,
+        world.surroundings(),
+        procs=procs,
+        rendezvous=rendezvous,
+        local_addr="localhost" if meeting is None else None,
+        logs=reports,
+        interval=INTERVAL,
+    )
+    try:
+        result = agent.run()
+    finally:
+        rendezvous.shutdown()
+    return result.return_values, agent.ended if result.is_failed() else {}
+
+
+def _rendezvous(nodes: int, meeting: Meeting | None) -> "RendezvousHandler":
+    """Where the nodes' agents find each other."""
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+    parameters = RendezvousParameters(
+        backend="c10d",
+        endpoint="localhost:0" if meeting is None else f"{meeting.address}:{meeting.port}",
+        run_id=uuid.uuid4().hex if meeting is None else "evenstep",
+        min_nodes=nodes,
+        max_nodes=nodes,
+        local_addr="localhost" if meeting is None else None,
+        timeout=NODES_COME_WITHIN,
+        # by itself torch hosts only where the host's name leads to the address; the first node knows better
+        **({} if meeting is None else {"is_host": meeting.node == 0}),
+    )
+    return get_rendezvous_handler(parameters)
+
+
+def _no_meeting(nodes: int, meeting: Meeting, error: Exception) -> str:
+    why = _first_line(error.__cause__ or error) or type(error).__name__
+    return (
+        f"node {meeting.node} of {nodes} met no other at {meeting.address}:{meeting.port} ({why}); is MASTER_ADDR "
+        "the first node's, MASTER_PORT free there and open to the others, and does the same line run on each?"
+    )
+
+
+# In each rank
+
+
+def _rank(entry: Callable[[World], T], reports: str, surroundings: Surroundings) -> T:
     """What each process runs."""
-    leash.hold()
+    leash.hold(Path(reports))
     leash.die_by_signals()
     place = world.from_launcher()
     assert place is not None
     try:
+        surroundings.enter()
         return entry(place)
     except BaseException as error:
-        _report(Path(reports), place, error)
+        failure = _failure(place, error)
+        with contextlib.suppress(OSError):  # without a report, how the process ends is told
+            _report(Path(reports), failure)
         sys.stdout.flush()
         sys.stderr.flush()
+        if failure.victim:
+            time.sleep(VICTIMS_WAIT)
         os._exit(FAILED)  # at once: others wait for this rank in collectives, and threads of torch's in it
 
 
-def _report(reports: Path, place: World, error: BaseException) -> None:
+def _failure(place: World, error: BaseException) -> Failure:
     users = isinstance(error, UserError)
-    what = str(error) if users else f"failed with {type(error).__name__}: {error}"
-    facts = {
-        "rank": place.rank,
-        "host": place.host,
-        "pid": os.getpid(),
-        "time": time.time(),
-        "what": what,
-        "trace": "".join(traceback.format_exception(error)),
-        "users": users,
-    }
+    return Failure(
+        rank=place.rank,
+        host=place.host,
+        pid=os.getpid(),
+        time=time.time(),
+        what=str(error) if users else f"failed with {type(error).__name__}: {_first_line(error)}",
+        trace="".join(traceback.format_exception(error)),
+        users=users,
+        victim=isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_PEER),
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _report(reports: Path, failure: Failure) -> None:
     # a half-written report is never read: it has its name only when it is whole
-    unfinished = reports / f"{place.rank}.unfinished"
-    unfinished.write_text(json.dumps(facts))
-    unfinished.rename(reports / f"{place.rank}.report")
+    unfinished = reports / f"{failure.rank}.unfinished"
+    unfinished.write_text(json.dumps(dataclasses.asdict(failure)))
+    unfinished.rename(reports / f"{failure.rank}.report")
 
 
-def _culprit(reports: Path, ended: dict[int, Any]) -> Failure:
-    """The rank to blame: one killed by a signal, else the first that failed of itself, else the first."""
+# Who is to blame
+
+
+def _culprit(reports: Path, ended: "Mapping[int, Ended]") -> Failure:
+    """The rank to blame: one that died without a word, else the first that failed of itself, else the first."""
     reported = [Failure(**json.loads(path.read_text())) for path in reports.glob("*.report")]
     known = {failure.rank for failure in reported}
-    killed = [
+    silent = [
         Failure(
             rank=rank,
             host=socket.gethostname(),
-            pid=failure.pid,
-            time=failure.timestamp,
-            what=_how_it_ended(failure.exitcode),
+            pid=how.pid,
+            time=how.time,
+            what=_how_it_ended(how.code),
+            victim=how.code == -signal.SIGABRT,  # torch's way out of a broken collective
         )
-        for rank, failure in ended.items()
+        for rank, how in ended.items()
         if rank not in known
     ]
-    return min(killed + reported, key=lambda f: (f.victim, bool(f.trace), f.time))
+    return min(silent + reported, key=lambda f: (f.victim, bool(f.trace), f.time))
 
 
 def _how_it_ended(code: int) -> str:
@@ -172,14 +245,36 @@ def _how_it_ended(code: int) -> str:
     return f"was killed by {name}{hint}"
 
 
+# Stopping
+
+
 @contextlib.contextmanager
-def _signals_kept() -> Iterator[None]:
-    """The elastic agent sets handlers of its own and leaves them behind."""
-    names = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    before = {name: signal.getsignal(name) for name in names}
+def stoppable() -> Iterator[None]:
+    """A signal that asks this process to end becomes an exception: KeyboardInterrupt, or Stopped.
+
+    Signals that somebody else has taken over, or that nohup or the shell have switched off, stay as they are.
+    """
+    if threading.current_thread() is not threading.main_thread() or world.from_launcher() is not None:
+        yield  # signals reach the main thread only, and a rank's are its launcher's to answer
+        return
+    stopped = -ONE_STOP
+
+    def stop(number: int, frame: Any) -> None:
+        del frame
+        nonlocal stopped
+        if time.monotonic() - stopped < ONE_STOP:  # a second Ctrl-C must not break off the cleaning up
+            return
+        stopped = time.monotonic()
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise Stopped(signal.Signals(number))
+
+    untouched = (signal.SIG_DFL, signal.default_int_handler)
+    before = {n: handler for n in leash.STOPPING if (handler := signal.getsignal(n)) in untouched}
+    for number in before:
+        signal.signal(number, stop)
     try:
         yield
     finally:
-        for name, handler in before.items():
-            with contextlib.suppress(ValueError):  # not the main thread, where the agent set none either
-                signal.signal(name, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)

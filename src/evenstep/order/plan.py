@@ -20,7 +20,8 @@ from typing import NamedTuple
 import numpy as np
 
 from evenstep.errors import UserError, unknown
-from evenstep.order import hashing
+from evenstep.order import digest, hashing
+from evenstep.order.digest import Digest
 from evenstep.order.permutation import Indices, Permutation
 
 POLICIES = {
@@ -45,6 +46,7 @@ class Share(NamedTuple):
     weighted: int  # how many of them count: all, or none where the rank was left without samples
     total: int  # samples in the global step, over all ranks
     most: int  # the largest share of any rank: all ranks take as many micro-batches as it needs
+    digest: Digest  # of those that count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +139,7 @@ class Plan:
             for lane, places in enumerate(wanted)
         ]
         used = [0] * self.lanes
+        shares = []
         for cut in cuts:
             pieces = []
             for lane, start, stop in cut.ranges:
@@ -144,8 +147,11 @@ class Plan:
                 assert members is not None
                 pieces.append(members[used[lane] : used[lane] + stop - start])
                 used[lane] += stop - start
-            indices = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-            yield Share(indices, cut.weighted, cut.total, cut.most)
+            shares.append(pieces[0] if len(pieces) == 1 else np.concatenate(pieces))
+        digests = digest.of_each(np.concatenate(shares), [len(share) for share in shares])
+        for cut, indices, found_digest in zip(cuts, shares, digests, strict=True):
+            counted = found_digest if cut.weighted else Digest()
+            yield Share(indices, cut.weighted, cut.total, cut.most, counted)
 
     def _parts(self, lengths: list[int], step: int) -> list[tuple[int, int]]:
         """The part of each lane that belongs to a global step."""

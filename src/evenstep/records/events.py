@@ -55,10 +55,11 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def losses_of(path: Path) -> list[float]:
-    """The loss of every step of a run, in order."""
-    return [
-        value
-        for event in read_events(path)
-        if event["kind"] == "scalar" and event["name"] == "loss"
-        for value in event["values"]
-    ]
+    """The loss of every step of a run, in order; steps that a restart has undone are left out."""
+    losses: list[float] = []
+    for event in read_events(path):
+        if event["name"] == "resumed":
+            del losses[event["number"] :]
+        elif event["kind"] == "scalar" and event["name"] == "loss":
+            losses += event["values"]
+    return losses

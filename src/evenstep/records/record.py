@@ -19,6 +19,7 @@ from evenstep.errors import UserError
 from evenstep.files import RunFiles, write_json
 from evenstep.world import World
 
+CLOCKS_ARE_SET_BY = 60.0  # seconds; a process's start is told by the clock, which may be put right meanwhile
 PACKAGES = ("evenstep", "torch", "numpy", "torchmetrics", "torchvision", "timm")
 
 
@@ -28,9 +29,19 @@ def now() -> str:
 
 
 def open_record(files: RunFiles, config: Config, place: World, device: str, command: Sequence[str]) -> None:
-    """Write the record of a run that starts now, in this process."""
-    started = {
+    """Write the record of a run that starts now in this process, or that goes on in it."""
+    now_here = {
         "state": "running",
+        "process": _process(),
+        "world": {"processes": place.size, "nodes": config.nodes, "device": device},
+    }
+    if files.record.is_file():
+        before = json.loads(files.record.read_text(encoding="utf-8"))
+        again = {"time": now(), "processes": place.size, "after": before["state"], "command": list(command)}
+        amend(files, **now_here, strategy=config.strategy, resumed=[*before.get("resumed", []), again])
+        return
+    started = {
+        **now_here,
         "task": config.task,
         "model": config.model,
         "strategy": config.strategy,
@@ -38,8 +49,6 @@ def open_record(files: RunFiles, config: Config, place: World, device: str, comm
         "command": list(command),
         "folder_it_ran_in": str(Path.cwd()),
         "started": now(),
-        "process": _process(),
-        "world": {"processes": place.size, "nodes": config.nodes, "device": device},
         "code": _code(Path.cwd()),
         "packages": _packages(),
         "hardware": _hardware(),
@@ -55,11 +64,13 @@ def close_record(files: RunFiles, state: str, **facts: Any) -> None:
 def read(files: RunFiles) -> dict[str, Any]:
     """A run's record; a run that says it is running, but whose process is gone, was killed."""
     try:
-        record: dict[str, Any] = json.loads(files.record.read_text(encoding="utf-8"))
+        record = json.loads(files.record.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{files.folder} holds no record of a run") from None
     except (OSError, ValueError) as error:
         raise UserError(f"the record in {files.folder} cannot be read: {error}") from None
+    if not isinstance(record, dict) or not {"state", "process"} <= record.keys():
+        raise UserError(f"{files.record} is not the record of a run")
     if record["state"] == "running" and _gone(record["process"]):
         record["state"] = "killed"
     return record
@@ -81,23 +92,40 @@ def _gone(process: Mapping[str, Any]) -> bool:
         return False
     try:
         found = psutil.Process(process["pid"])
-        same = abs(found.create_time() - process["created"]) < 1  # else the number was given out again
+        same = abs(found.create_time() - process["created"]) < CLOCKS_ARE_SET_BY
         return not same or found.status() == psutil.STATUS_ZOMBIE
     except psutil.Error:
         return True
 
 
 def _code(folder: Path) -> dict[str, Any]:
-    """The commit of the code that runs, and a hash of what differs from it."""
-    commit = _git(folder, "rev-parse", "HEAD")
-    if commit is None:
+    """The commit of the code that runs, and a hash of what differs from it.
+
+    What git has not been told of counts as well, where it is Python: a new task's file is seldom committed yet.
+    """
+    commit, top = _git(folder, "rev-parse", "HEAD"), _git(folder, "rev-parse", "--show-toplevel")
+    if commit is None or top is None:
         return {"commit": None}
-    difference = _git(folder, "diff", "HEAD") or ""
-    changed = hashlib.sha256(difference.encode()).hexdigest() if difference else None
-    return {"commit": commit.strip(), "difference_sha256": changed}
+    root = Path(os.fsdecode(top.removesuffix(b"\n")))
+    changed = _git(root, "diff", "HEAD", "--binary", "--no-ext-diff", "--no-textconv", "--no-color")
+    new = _git(root, "ls-files", "-z", "--others", "--exclude-standard", "--", "*.py")
+    found = {"commit": commit.decode().strip(), "difference_sha256": "unknown"}  # git was too slow, say
+    if changed is None or new is None:
+        return found
+    names = sorted(name for name in new.split(b"\0") if name)
+    parts = [changed, *(part for name in names for part in (name, _bytes(root / os.fsdecode(name))))]
+    hashed = hashlib.sha256(b"".join(b"%d:%b" % (len(part), part) for part in parts)).hexdigest()
+    return {**found, "difference_sha256": hashed if changed or names else None}
 
 
-def _git(folder: Path, *words: str) -> str | None:
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # gone again, or a link to nowhere
+        return b""
+
+
+def _git(folder: Path, *words: str) -> bytes | None:
     try:
         # a prompt for a password, or a lock, must not hold up a training
         env = {**os.environ, "GIT_TERMINAL_PROMPT": "0", "GIT_OPTIONAL_LOCKS": "0"}
@@ -106,7 +134,7 @@ def _git(folder: Path, *words: str) -> str | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.decode(errors="replace") if done.returncode == 0 else None
+    return done.stdout if done.returncode == 0 else None
 
 
 def _packages() -> dict[str, str]:

@@ -1,44 +1,38 @@
 """Takes what the loop reports to where it is kept: every rank to its events, rank 0 also to curves and screen."""
 
 import contextlib
+import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from evenstep.config import Settled
 from evenstep.files import RunFiles
 from evenstep.order.plan import Plan
+from evenstep.progress import Progress, Window
 from evenstep.records.events import Events
 from evenstep.records.screen import Screen, in_words
+from evenstep.snapshots.saver import Saved
 from evenstep.world import World
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
-class Losses(NamedTuple):
-    """The mean losses of the steps of an epoch from `first` on, and how fast they were taken."""
-
-    first: int
-    values: list[float]
-    samples_per_second: float
-
-
 class Recorder:
     """One rank's reporting."""
 
-    def __init__(self, files: RunFiles, world: World, *, steps: int, epochs: int) -> None:
+    def __init__(self, files: RunFiles, world: World, *, steps: int, epochs: int, log_every: int) -> None:
         self.files = files
         self.world = world
+        self.log_every = log_every
         self.events = Events(files.events(world.rank))
         self.screen: Screen | None = None
         self.curves: SummaryWriter | None = None
+        self._undrawn: list[float] = []
         if world.leads:
-            # imported here: it takes half a second, and one rank needs it
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.curves = SummaryWriter(str(files.tensorboard), flush_secs=10)
+            self.curves = _curves(files)
             self.screen = Screen(Console(), steps, epochs)
         self.events.instant("started", rank=world.rank, host=world.host, world=world.size)
 
@@ -57,25 +51,37 @@ class Recorder:
                     each = ", ".join(f"{worker}: {samples:,}" for worker, samples in enumerate(dealt))
                     self.say(f"samples of the first epoch by worker: {each}")
 
-    def losses(self, epoch: int, number: int, losses: Losses) -> None:
-        """Some steps of an epoch are done, which makes `number` steps in all."""
-        rate = losses.samples_per_second
-        self.events.scalar("loss", epoch, losses.first, losses.values, samples_per_second=round(rate, 3))
-        mean = sum(losses.values) / len(losses.values)
+    def steps(self, progress: Progress, window: Window) -> None:
+        """Some more steps of the epoch are done."""
+        rate = window.samples_per_second
+        self.events.instant(
+            "trained", epoch=progress.epoch, step=window.first, steps=len(window.losses), digest=window.digest
+        )
         if self.curves is not None:
-            self.curves.add_scalar("train/loss", mean, number)
-            self.curves.add_scalar("train/samples_per_second", rate, number)
+            self.events.scalar(
+                "loss", progress.epoch, window.first, window.losses, samples_per_second=round(rate, 3)
+            )
+            self._draw(self.curves, progress.number - len(window.losses), window)
         if self.screen is not None:
-            self.screen.moved(epoch, number, mean, rate)
+            self.screen.moved(progress.epoch, progress.number, window.losses[-1], rate)
 
-    def epoch(
-        self, epoch: int, number: int, loss: float, rate: float, values: Mapping[str, Any], best: bool
-    ) -> None:
-        """An epoch has ended, after `number` steps in all."""
-        self.events.instant("epoch", epoch=epoch, loss=loss, samples_per_second=rate)
-        self.measured("validation", epoch, number, values)
+    def _draw(self, curves: "SummaryWriter", before: int, window: Window) -> None:
+        """A point of the curves for every `log_every` steps: their mean."""
+        for number, loss in enumerate(window.losses, start=before + 1):
+            self._undrawn.append(loss)
+            if number % self.log_every == 0:
+                curves.add_scalar("train/loss", sum(self._undrawn) / len(self._undrawn), number)
+                curves.add_scalar("train/samples_per_second", window.samples_per_second, number)
+                self._undrawn.clear()
+
+    def epoch(self, progress: Progress, best: bool) -> None:
+        """An epoch has ended."""
+        loss = progress.epoch_loss / max(1, progress.epoch_samples)
+        rate = progress.epoch_samples / max(progress.epoch_seconds, 1e-9)
+        self.events.instant("epoch", epoch=progress.epoch, loss=loss, samples_per_second=rate)
+        self.measured("validation", progress.epoch, progress.number, progress.final)
         if self.screen is not None:
-            self.screen.epoch(epoch, loss, rate, values, best)
+            self.screen.epoch(progress.epoch, loss, rate, progress.final, best)
 
     def measured(self, split: str, epoch: int, number: int, values: Mapping[str, Any]) -> None:
         """What was found on the samples of a split."""
@@ -87,11 +93,29 @@ class Recorder:
                 if isinstance(value, int | float):
                     self.curves.add_scalar(f"{split}/{name}", value, number)
 
-    def closed(self, best_epoch: int, test: Mapping[str, Any]) -> None:
+    def resumed(self, progress: Progress, snapshot: str) -> None:
+        """The training goes on from a snapshot."""
+        self.events.instant(
+            "resumed", snapshot=snapshot, epoch=progress.epoch, step=progress.step, number=progress.number
+        )
+        self.say(f"resumed from {snapshot}: epoch {progress.epoch + 1}, after {progress.step:,} of its steps")
+
+    def snapshot(self, saved: Saved) -> None:
+        """A snapshot was taken, or was not."""
+        self.events.instant("saved", **dataclasses.asdict(saved))
+        if saved.error:
+            self.say(f"snapshot {saved.snapshot} FAILED: {saved.error}; the training goes on")
+
+    def finished(self, progress: Progress, test: Mapping[str, Any]) -> None:
         """The training has come to its end."""
         if test:
-            self.say(f"test, with the best weights (epoch {best_epoch + 1}): {in_words(test)}")
+            self.say(f"test, with the best weights (epoch {progress.best_epoch + 1}): {in_words(test)}")
         self.say(f"kept in {self.files.folder}")
+
+    def stopped(self, progress: Progress) -> None:
+        """Somebody wished the training to stop."""
+        self.events.instant("stopped", epoch=progress.epoch, step=progress.step, number=progress.number)
+        self.say(f"stopped after {progress.number:,} steps; to go on: evenstep resume {self.files.folder}")
 
     def say(self, line: str) -> None:
         """A line for the person who watches."""
@@ -105,3 +129,9 @@ class Recorder:
                 stack.callback(self.curves.close)
             if self.screen is not None:
                 stack.callback(self.screen.close)
+
+
+def _curves(files: RunFiles) -> "SummaryWriter":
+    from torch.utils.tensorboard import SummaryWriter  # takes half a second, and one rank needs it
+
+    return SummaryWriter(str(files.tensorboard), flush_secs=10)

@@ -1,12 +1,13 @@
 """What a person sees while a run goes on: a line per epoch, and on a terminal a bar that moves."""
 
+import contextlib
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 REDRAW = 0.2  # seconds: faster than that nobody reads, and drawing takes time from the training
 
@@ -70,7 +71,19 @@ def number(value: float) -> str:
 
 def table(values: Mapping[str, Any]) -> None:
     """Measured values, a line each."""
-    console = Console()
     for name, value in values.items():
-        shown = number(value) if isinstance(value, int | float) else str(value)
-        console.print(f"{name:<20} {shown}", highlight=False, markup=False)
+        say(f"{name:<20} {number(value) if isinstance(value, int | float) else value}")
+
+
+def say(line: str) -> None:
+    """A line as it is, however long."""
+    Console().print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def downloading(name: str) -> Iterator[Callable[[int, int | None], None]]:
+    """A bar for a download, on a terminal: give it the bytes that are here, and of how many."""
+    columns = (TextColumn(f"fetching {name}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from evenstep.errors import UserError
+
 
 class EvenBatchNorm(_BatchNorm):
     """Takes the place of a BatchNorm of any dimension, parameters and buffers included."""
@@ -84,6 +86,11 @@ class _Sum(torch.autograd.Function):
 def even(model: nn.Module) -> nn.Module:
     """The model with each BatchNorm replaced, in place where that is possible."""
     if isinstance(model, _BatchNorm) and not isinstance(model, EvenBatchNorm):
+        if type(model).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+            raise UserError(
+                f"--sync-batchnorm cannot stand in for a {type(model).__name__}, which does more than a "
+                "BatchNorm; leave the option out, or take a model with plain BatchNorms"
+            )
         norm = EvenBatchNorm(
             model.num_features, model.eps, model.momentum, model.affine, model.track_running_stats
         )

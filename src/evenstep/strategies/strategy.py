@@ -1,7 +1,7 @@
 """The contract of a strategy: who holds the model, and how the ranks' gradients become one."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
+from torch.nn.modules.batchnorm import _NormBase
 
 from evenstep.strategies.batchnorm import EvenBatchNorm
 
@@ -37,6 +38,8 @@ class Strategy(ABC):
         self.world = world
         self.device = device
         self._even_norms = [part for part in model.modules() if isinstance(part, EvenBatchNorm)]
+        self._own_norms = [part for part in model.modules() if _sees_own_samples(part)]
+        self._resting: list[nn.Module] = []
 
     @property
     def parameters(self) -> int:
@@ -49,8 +52,16 @@ class Strategy(ABC):
 
     def count(self, counts: bool) -> None:
         """Say whether the coming samples count: those of a rank without samples are for keeping step only."""
-        for norm in self._even_norms:
-            norm.counts = counts
+        for even in self._even_norms:
+            even.counts = counts
+        if counts:
+            for norm in self._resting:
+                norm.train()
+            self._resting = []
+        elif not self._resting:  # a BatchNorm would learn from the sample, or refuse to, as it is a single one
+            self._resting = [norm for norm in self._own_norms if norm.training]
+            for norm in self._resting:
+                norm.eval()
 
     def clip(self, limit: float) -> Tensor:
         """Scale the gradient down to this norm, and return the norm it had."""
@@ -64,7 +75,7 @@ class Strategy(ABC):
             return
         averaged = set()
         for part in self.model.modules():
-            if not isinstance(part, nn.modules.batchnorm._NormBase) or isinstance(part, EvenBatchNorm):
+            if not isinstance(part, _NormBase) or isinstance(part, EvenBatchNorm):
                 continue
             for buffer in (part.running_mean, part.running_var):
                 if buffer is not None:
@@ -93,20 +104,31 @@ class Strategy(ABC):
         )
 
 
+def _sees_own_samples(part: nn.Module) -> bool:
+    """Whether it gathers statistics of this rank's samples alone."""
+    return isinstance(part, _NormBase) and not isinstance(part, EvenBatchNorm | nn.SyncBatchNorm)
+
+
 def units_of(model: nn.Module, named: Iterable[nn.Module] | None) -> list[nn.Module]:
     """The parts that are sharded and gathered by themselves: those the task names, else repeated blocks.
 
     Blocks that follow each other in a ModuleList or Sequential are what models repeat; gathering one at a
-    time keeps the memory for gathered weights down to one block.
+    time keeps the memory for gathered weights down to one block. Parts of a part come before it, as
+    `fully_shard` wants them.
     """
-    if named is not None:
-        return list(named)
-    found: list[nn.Module] = []
+    chosen = set(_blocks(model) if named is None else named)
+    return [part for part in reversed(list(model.modules())) if part in chosen and part is not model]
+
+
+def _blocks(model: nn.Module) -> Iterator[nn.Module]:
     for part in model.modules():
-        if isinstance(part, (nn.ModuleList, nn.Sequential)):
-            found += [
-                block
-                for block in part
-                if any(True for _ in block.children()) and any(True for _ in block.parameters())
-            ]
-    return [block for block in found if block is not model]
+        if isinstance(part, nn.ModuleList | nn.Sequential):
+            for block in part:
+                called = not isinstance(block, nn.ModuleList | nn.ModuleDict)  # those only hold others
+                if called and has_parameters(block) and any(True for _ in block.children()):
+                    yield block
+
+
+def has_parameters(part: nn.Module) -> bool:
+    """Whether there is anything to learn in it."""
+    return any(True for _ in part.parameters())

@@ -139,6 +139,8 @@ def _checked(found: Any, where: str) -> type:
 
 def _fill(kind: Any, task: str, options: Mapping[str, Any]) -> Any:
     fields = _fields(kind)
+    if not fields and any(map(_required, inspect.signature(kind).parameters.values())):
+        raise UserError(f"{kind.__name__} wants arguments nobody here can give; make it a dataclass, for --set")
     given = dict(options)
     for name in ("model_name", "data_dir"):  # --model and --data
         if given.get(name, "") is None or (name == "data_dir" and name not in fields):
@@ -163,6 +165,9 @@ def _fields(kind: type) -> dict[str, Any]:
 
 
 def _required(field: Any) -> bool:
+    """Whether a field, or a parameter, has to be given."""
+    if isinstance(field, inspect.Parameter):
+        return field.default is field.empty and field.kind not in (field.VAR_POSITIONAL, field.VAR_KEYWORD)
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
@@ -181,6 +186,8 @@ def _read(name: str, value: Any, annotation: Any) -> Any:
     """A value as the kind its field is declared as."""
     union = isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union
     kinds = typing.get_args(annotation) if union else (annotation,)
+    if typing.get_origin(annotation) is typing.Literal:
+        return _one_of(name, value, typing.get_args(annotation))
     if type(value) in kinds:
         return value
     if type(None) in kinds and str(value).lower() in ("none", "null", ""):
@@ -196,13 +203,22 @@ def _read(name: str, value: Any, annotation: Any) -> Any:
     raise UserError(f"{name}={value} will not do: {name} is {_label(annotation)}")
 
 
+def _one_of(name: str, value: Any, valid: tuple[Any, ...]) -> Any:
+    for choice in valid:
+        if str(choice) == str(value):
+            return choice
+    raise unknown(name, value, map(str, valid))
+
+
+WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+
+
 def _read_as(kind: type, value: Any) -> Any:
     text = str(value).strip()
     if kind is bool:
-        words = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False}
-        if text.lower() not in {**words, "0": False}:
+        if text.lower() not in WORDS:
             raise ValueError(text)
-        return words.get(text.lower(), False)
+        return WORDS[text.lower()]
     if kind is int:
         number = float(text) if any(c in text for c in ".eE") else int(text)  # 1e9 is a fine size
         if number != int(number):

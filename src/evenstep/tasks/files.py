@@ -7,12 +7,13 @@ that file, can import it too. Two files of one name do not clash, nor does one c
 
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from urllib.parse import quote, unquote
+from urllib.parse import quote, unquote_to_bytes
 
 __path__: list[str] = []  # makes this a package to the import system
 
@@ -23,7 +24,7 @@ def module_of(path: Path) -> ModuleType:
     """The module of a file: run now, unless it was already. An error in it is the user's to see, as it is."""
     path = path.resolve()
     for module in tuple(sys.modules.values()):  # it may be the script that runs, or imported by its own name
-        file = str(vars(module).get("__file__"))
+        file = str(getattr(module, "__dict__", {}).get("__file__"))  # not an attribute: some load when asked
         if file.endswith(path.name) and Path(file).resolve() == path:
             return module
     folder = str(path.parent)
@@ -31,7 +32,7 @@ def module_of(path: Path) -> ModuleType:
         sys.path.insert(0, folder)  # the file's neighbours can be imported, as when Python runs it
     _loading.append(path)
     try:
-        return importlib.import_module(f"{__name__}.{quote(str(path), safe='').replace('.', '%2E')}")
+        return importlib.import_module(f"{__name__}.{quote(os.fsencode(path), safe='').replace('.', '%2E')}")
     finally:
         _loading.pop()
 
@@ -52,7 +53,8 @@ class _Finder:
         prefix = f"{__name__}."
         if not name.startswith(prefix):
             return None
-        return importlib.util.spec_from_file_location(name, unquote(name.removeprefix(prefix)))
+        file = os.fsdecode(unquote_to_bytes(name.removeprefix(prefix)))
+        return importlib.util.spec_from_file_location(name, file)
 
 
 sys.meta_path.append(_Finder)

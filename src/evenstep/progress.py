@@ -1,0 +1,88 @@
+"""How far a training has come: with the tensors, all it takes to go on."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from evenstep.order.digest import Digest
+
+Values = dict[str, Any]
+
+
+class Window(NamedTuple):
+    """Some steps of an epoch, from `first` on."""
+
+    first: int
+    losses: list[float]
+    """The mean loss of each, over all ranks."""
+    totals: list[int]
+    """The samples in each, over all ranks."""
+    seconds: float
+    digest: Digest
+    """Of the samples that this rank trained on."""
+
+    @property
+    def samples_per_second(self) -> float:
+        return sum(self.totals) / max(self.seconds, 1e-9)
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """Grows with the training, the same on all ranks."""
+
+    epoch: int = 0
+    step: int = 0
+    """Of the epoch, that comes next."""
+    number: int = 0
+    """Steps in all."""
+    samples: int = 0
+    seconds: float = 0.0
+    epoch_samples: int = 0
+    epoch_seconds: float = 0.0
+    epoch_loss: float = 0.0
+    """The sum over the epoch's samples so far."""
+    final: Values = field(default_factory=dict)
+    best: Values = field(default_factory=dict)
+    best_epoch: int = 0
+    best_score: float = -math.inf
+
+    def add(self, window: Window) -> None:
+        """Some more steps are done."""
+        samples = sum(window.totals)
+        self.samples += samples
+        self.epoch_samples += samples
+        self.seconds += window.seconds
+        self.epoch_seconds += window.seconds
+        self.epoch_loss += sum(loss * total for loss, total in zip(window.losses, window.totals, strict=True))
+
+    def measured(self, values: Values, score: float) -> bool:
+        """What the epoch came to; whether it is the best so far. Where nothing is measured, the latest is."""
+        self.final = values
+        improved = self.epoch == 0 or not values or score > self.best_score
+        if improved:
+            self.best, self.best_epoch, self.best_score = values, self.epoch, score
+        return improved
+
+    def next_epoch(self) -> None:
+        """The epoch is over."""
+        self.epoch, self.step = self.epoch + 1, 0
+        self.epoch_samples, self.epoch_seconds, self.epoch_loss = 0, 0.0, 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """As a snapshot keeps it; `Progress(**it)` is the same again."""
+        return dataclasses.asdict(self)
+
+    def outcome(self) -> Mapping[str, Any]:
+        """What a record keeps of it at the end."""
+        return {
+            "epochs": self.epoch + 1,
+            "steps": self.number,
+            "samples": self.samples,
+            "seconds": self.seconds,
+            "samples_per_second": self.samples / self.seconds if self.seconds else 0.0,
+            "final": self.final,
+            "best": self.best,
+            "best_epoch": self.best_epoch,
+        }

@@ -1,0 +1,1 @@
+"""Watching over a training while it runs, without standing in its way."""

@@ -1,9 +1,10 @@
 # make demo: trains on this machine, from nothing.   make test: every check.   make check: style and types alone.
+# make docs: docs/commands.md, from the commands themselves.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check clean
+.PHONY: demo test check docs clean
 
 demo: $(VENV)/demo
 	$(BIN)/python examples/demo.py
@@ -15,6 +16,9 @@ check: $(VENV)/test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(VENV)/test
+	$(BIN)/python docs/write_commands.py
 
 $(VENV)/demo: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

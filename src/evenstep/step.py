@@ -9,7 +9,9 @@ from evenstep.batches import Micro, Step
 from evenstep.errors import UserError
 from evenstep.precision import computing
 from evenstep.strategies.strategy import Strategy
-from evenstep.tasks.task import Task
+from evenstep.tasks.task import Task, full_precision
+
+SCALE = 2.0**16  # of the loss in half precision at first, as torch has it
 
 
 class Stepper:
@@ -32,7 +34,11 @@ class Stepper:
         self.lr_factor = lr_factor
         self.device = strategy.device
         self.precision = precision
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
+        # losses are raised by the world, as the gradients' mean lowers them again: in half precision the scale
+        # makes up for it, lest more ranks overflow where one would not
+        self.scaler = torch.amp.GradScaler(
+            self.device.type, init_scale=SCALE / strategy.world, enabled=precision == "fp16"
+        )
         self._base_lrs = [group["lr"] for group in optimizer.param_groups]
 
     def take(self, step: Step, number: int) -> Tensor:
@@ -63,7 +69,7 @@ class Stepper:
                 f"losses() of {type(self.task).__name__} must return one loss per sample, a tensor of shape "
                 f"({len(micro.indices)},), not {tuple(losses.shape)}; is there a reduction='none' missing?"
             )
-        total = losses.sum()
+        total = full_precision(losses).sum()
         return total if micro.counts else total * 0.0
 
     def _update(self, number: int) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import random
 import traceback
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -95,10 +96,11 @@ def train_here(run: Run, config: Settled, task: Task, place: World, device: torc
     stepper = _stepper(config, task, strategy, steps)
     # all that can be wrong with what was asked for has shown by now: only then is there a run
     files = RunFiles(agreed(lambda: run.folder or make_folder(config), place))
+    session = agreed(lambda: uuid.uuid4().hex, place)
     with (
-        _recorded(files, config, place, device, run.command) as facts,
+        _recorded(files, config, plan, place, device, run.command) as facts,
         contextlib.closing(
-            Recorder(files, place, steps=steps, epochs=epochs, log_every=config.log_every)
+            Recorder(files, place, session=session, steps=steps, epochs=epochs, log_every=config.log_every)
         ) as recorder,
     ):
         recorder.opened(config, plan, strategy.parameters, str(device))
@@ -136,7 +138,7 @@ def train_here(run: Run, config: Settled, task: Task, place: World, device: torc
 
 @contextlib.contextmanager
 def _recorded(
-    files: RunFiles, config: Settled, place: World, device: torch.device, command: Sequence[str]
+    files: RunFiles, config: Settled, plan: Plan, place: World, device: torch.device, command: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
     """The record of a run from its start to its end, however it ends; rank 0 writes it."""
     facts: dict[str, Any] = {}
@@ -145,7 +147,7 @@ def _recorded(
         return
     if not files.config.exists():
         write_text(files.config, config.as_yaml())
-    open_record(files, config, place, str(device), command)
+    open_record(files, config, plan, place, str(device), command)
     try:
         yield facts
     except BaseException as error:

@@ -1,5 +1,6 @@
 """The record of one run: what ran, where, when, how it ended, and what came of it."""
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -17,6 +18,7 @@ import psutil
 from evenstep.config import Config
 from evenstep.errors import UserError
 from evenstep.files import RunFiles, write_json
+from evenstep.order.plan import Plan
 from evenstep.world import World
 
 CLOCKS_ARE_SET_BY = 60.0  # seconds; a process's start is told by the clock, which may be put right meanwhile
@@ -28,7 +30,9 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-def open_record(files: RunFiles, config: Config, place: World, device: str, command: Sequence[str]) -> None:
+def open_record(
+    files: RunFiles, config: Config, plan: Plan, place: World, device: str, command: Sequence[str]
+) -> None:
     """Write the record of a run that starts now in this process, or that goes on in it."""
     now_here = {
         "state": "running",
@@ -52,6 +56,7 @@ def open_record(files: RunFiles, config: Config, place: World, device: str, comm
         "code": _code(Path.cwd()),
         "packages": _packages(),
         "hardware": _hardware(),
+        "plan": dataclasses.asdict(plan),
     }
     write_json(files.record, started)
 

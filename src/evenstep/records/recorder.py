@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 class Recorder:
     """One rank's reporting."""
 
-    def __init__(self, files: RunFiles, world: World, *, steps: int, epochs: int, log_every: int) -> None:
+    def __init__(
+        self, files: RunFiles, world: World, *, session: str, steps: int, epochs: int, log_every: int
+    ) -> None:
         self.files = files
         self.world = world
         self.log_every = log_every
@@ -34,7 +36,7 @@ class Recorder:
         if world.leads:
             self.curves = _curves(files)
             self.screen = Screen(Console(), steps, epochs)
-        self.events.instant("started", rank=world.rank, host=world.host, world=world.size)
+        self.events.instant("started", rank=world.rank, host=world.host, world=world.size, session=session)
 
     def opened(self, config: Settled, plan: Plan, parameters: int, device: str) -> None:
         """The parts are together; the first step comes next."""

@@ -142,6 +142,7 @@ def _check(manifest: Manifest) -> None:
 
 
 def sha256(blocks: Iterable[bytes | memoryview]) -> str:
+    """The checksum of these blocks, one behind the other."""
     digest = hashlib.sha256()
     for block in blocks:
         digest.update(block)

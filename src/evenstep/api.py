@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+from safetensors.torch import load_file
+
 from evenstep import world
 from evenstep.config import Config, checked, read_yaml
 from evenstep.errors import UserError, unknown
-from evenstep.files import RunFiles, find_run
+from evenstep.files import RunFiles, find_run, replacing
 from evenstep.launch import local
 from evenstep.progress import Values
 from evenstep.records import record
@@ -81,14 +84,38 @@ def train_config(config: Config, command: Sequence[str]) -> Result:
     place, meeting = world.from_launcher(), _meeting(config)
     ours = place is None and (meeting is None or meeting.node == 0)
     with local.stoppable():
-        folder = make_folder(config) if ours else None
-        run = Run(config=config, command=command, folder=folder)
+        return _train(config, command, make_folder(config) if ours else None)
+
+
+def _train(config: Config, command: Sequence[str], folder: Path | None) -> Result:
+    """Train in a folder, or in one that rank 0 makes."""
+    run = Run(config=config, command=command, folder=folder)
+    with local.stoppable():
         try:
             return Result(_start(functools.partial(run_training, run), config))
         except BaseException as error:
             if folder is not None:
                 _close_folder(RunFiles(folder), error)
             raise
+
+
+def resume(run: str | Path, *, runs: str = "runs", **options: Any) -> Result:
+    """Go on with a run where its newest snapshot is, in the same folder, on as many processes as is said now.
+
+    What decides the result, the options of the run, stays as it was; where it computes may change.
+    """
+    found = find_run(run, Path(runs))
+    told = record.read(found)
+    if told["state"] == "finished":
+        raise UserError(f"{found.folder} has finished: there is nothing to go on with")
+    if told["state"] == "running":
+        raise UserError(f"{found.folder} is running (pid {told['process']['pid']} on {told['process']['host']})")
+    kept = read_yaml(found.config)
+    if not {"procs", "nodes", "strategy"}.isdisjoint(options):
+        kept["strategy"] = None
+    config = Config(**{**kept, **checked(options, "evenstep.resume()")})
+    found.stop.unlink(missing_ok=True)
+    return _train(config, sys.argv, found.folder)
 
 
 def evaluate(
@@ -100,14 +127,34 @@ def evaluate(
     if kept.get("strategy") in ("one", "dp"):
         kept["strategy"] = None  # more processes than one may measure what one has trained
     config = Config(**{**kept, "nodes": 1, **checked(options, "evenstep.evaluate()")})
-    if weights not in WEIGHTS:
-        raise unknown("weights", weights, WEIGHTS)
     if split not in SPLITS:
         raise unknown("split", split, SPLITS)
-    if not found.weights(weights).is_file():
-        raise UserError(f"{found.folder} holds no {weights} weights: it ended before its first epoch did")
+    path = _weights(found, weights)
     with local.stoppable():
-        return _start(functools.partial(run_evaluation, config, found.weights(weights), split), config)
+        return _start(functools.partial(run_evaluation, config, path, split), config)
+
+
+def export(run: str | Path, file: str | Path, *, weights: str = "best", runs: str = "runs") -> None:
+    """Write a run's weights to a file of their own: `.safetensors`, or `.pt` for `torch.load`."""
+    path, target = _weights(find_run(run, Path(runs)), weights), Path(file)
+    if target.suffix not in (".safetensors", ".pt"):
+        raise UserError(f"{target.name} should end in .safetensors or .pt, which says how it is written")
+    try:
+        with replacing(target) as temporary:
+            if target.suffix == ".pt":
+                torch.save(load_file(path), temporary)
+            else:
+                shutil.copyfile(path, temporary)
+    except OSError as error:
+        raise UserError(f"{target} cannot be written: {error.strerror or error}") from None
+
+
+def _weights(found: RunFiles, which: str) -> Path:
+    if which not in WEIGHTS:
+        raise unknown("weights", which, WEIGHTS)
+    if not found.weights(which).is_file():
+        raise UserError(f"{found.folder} holds no {which} weights: it ended before its first epoch did")
+    return found.weights(which)
 
 
 def _start(entry: Callable[[World], T], config: Config) -> T:

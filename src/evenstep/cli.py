@@ -6,11 +6,14 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from evenstep import __version__, world
 from evenstep.errors import UserError
 from evenstep.options import Parser, add_options
+
+if TYPE_CHECKING:
+    from evenstep.api import Result
 
 ABOUT = "Train a PyTorch model on any number of processes, with the same result on each."
 
@@ -81,6 +84,29 @@ def make_parser() -> Parser:
     add_options(train, Config, CHOICES, positional="task")
     train.add_argument("--config", type=Path, metavar="FILE", help="a YAML file of options; those given here win")
 
+    resume = _command(commands, "resume", _resume, "go on with a run that was stopped or killed")
+    resume.add_argument("run", metavar="RUN", help="a run's folder, or its name")
+    resume.add_argument("--procs", type=int, default=argparse.SUPPRESS, metavar="N", help="processes")
+    resume.add_argument("--strategy", default=argparse.SUPPRESS, metavar="NAME", help="one, dp, ddp or fsdp")
+    resume.add_argument("--device", default=argparse.SUPPRESS, metavar="NAME", help="auto, cpu, cuda or mps")
+    resume.add_argument("--data", default=argparse.SUPPRESS, metavar="DIR", help="the folder of data sets")
+    resume.add_argument("--runs", default="runs", metavar="DIR", help="the folder of runs")
+
+    audit = _command(commands, "audit", _audit, "prove from a run's records that no sample was lost or repeated")
+    audit.add_argument("run", metavar="RUN", help="a run's folder, or its name")
+    audit.add_argument("--runs", default="runs", metavar="DIR", help="the folder of runs")
+
+    export = _command(commands, "export", _export, "write a run's weights to a file of their own")
+    export.add_argument("run", metavar="RUN", help="a run's folder, or its name")
+    export.add_argument(
+        "file",
+        metavar="FILE",
+        type=Path,
+        help="model.safetensors, for safetensors.torch.load_file, or model.pt, for torch.load",
+    )
+    export.add_argument("--weights", default="best", metavar="NAME", help="best (the default) or last")
+    export.add_argument("--runs", default="runs", metavar="DIR", help="the folder of runs")
+
     evaluate = _command(commands, "evaluate", _evaluate, "measure a run's weights on its task's data")
     evaluate.add_argument("run", metavar="RUN", help="a run's folder, or its name")
     evaluate.add_argument(
@@ -125,7 +151,41 @@ def _train(config: Path | None = None, **options: Any) -> None:
     _start_early(settings.procs)
     from evenstep import api
 
-    api.train_config(settings, [Path(sys.argv[0]).name, *sys.argv[1:]])
+    _again_if_stopped(api.train_config(settings, [Path(sys.argv[0]).name, *sys.argv[1:]]))
+
+
+def _resume(run: str, runs: str, **options: Any) -> None:
+    _start_early(options.get("procs", 1))
+    from evenstep import api
+
+    _again_if_stopped(api.resume(run, runs=runs, **options))
+
+
+def _again_if_stopped(result: "Result") -> None:
+    """A run that stopped when asked wants to be resumed: the exit code says so to schedulers."""
+    from evenstep.watch.stopping import AGAIN
+
+    if result.record["state"] == "stopped":
+        sys.exit(AGAIN)
+
+
+def _audit(run: str, runs: str) -> None:
+    from evenstep.files import find_run
+    from evenstep.records.audit import audit
+    from evenstep.records.screen import audited
+
+    epochs = audit(find_run(run, Path(runs)))
+    audited(epochs)
+    if not all(epoch.sound for epoch in epochs):
+        sys.exit(1)
+
+
+def _export(run: str, file: Path, weights: str, runs: str) -> None:
+    from evenstep import api
+    from evenstep.records.screen import say
+
+    api.export(run, file, weights=weights, runs=runs)
+    say(f"{weights} weights of {run} are in {file}")
 
 
 def _evaluate(run: str, split: str, weights: str, runs: str, **options: Any) -> None:

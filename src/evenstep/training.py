@@ -122,8 +122,9 @@ def train_here(run: Run, config: Settled, task: Task, place: World, device: torc
             max_steps=config.max_steps,
             patience=config.patience,
         )
-        ended = train(parts, progress)
-        keeper.finish()
+        with stopping.listening():
+            ended = train(parts, progress)
+            keeper.finish()
         facts |= {"parameters": strategy.parameters, **progress.outcome()}
         if ended:
             weights.keep(strategy, files.weights("last"))

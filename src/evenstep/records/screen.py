@@ -3,11 +3,14 @@
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from evenstep.records.audit import Epoch
 
 REDRAW = 0.2  # seconds: faster than that nobody reads, and drawing takes time from the training
 
@@ -87,3 +90,23 @@ def downloading(name: str) -> Iterator[Callable[[int, int | None], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def audited(epochs: Sequence[Epoch]) -> None:
+    """The finding of an audit, a line an epoch."""
+    table = Table("epoch", "steps", "samples once", "repeated", "lost", "undone by restarts", "digests")
+    for epoch in epochs:
+        table.add_row(
+            str(epoch.epoch + 1),
+            f"{epoch.steps:,} of {epoch.of:,}",
+            f"{epoch.once:,}",
+            f"{epoch.repeated:,}",
+            f"{epoch.lost:,}",
+            f"{epoch.undone:,}",
+            "agree" if epoch.proven else "DIFFER",
+        )
+    console = Console()
+    console.print(table)
+    repeated, lost = sum(epoch.repeated for epoch in epochs), sum(epoch.lost for epoch in epochs)
+    sound = all(epoch.sound for epoch in epochs)
+    console.print(f"{repeated:,} repeated, {lost:,} lost{'' if sound else ': NOT each sample exactly once'}")

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from evenstep.errors import UserError
 from evenstep.strategies.strategy import Strategy
 from evenstep.world import World
 
@@ -37,5 +38,10 @@ def make(
         case "fsdp":
             from evenstep.strategies.fsdp import Fsdp
 
+            if unused_parameters and world.size > 1:
+                raise UserError(
+                    "strategy fsdp gathers a model's parameters in the same order on all ranks, and this task says "
+                    "that steps leave some out (unused_parameters); take ddp"
+                )
             return Fsdp(model, *place, units=units, gathered=gathered)
     raise ValueError(f"no strategy {name}")

@@ -1,19 +1,30 @@
-"""Requests to stop: the signals that schedulers and people send. The loop honours them at the next good moment."""
+"""Requests to stop, by the signals that schedulers and people send: honoured at the next step that suits all."""
 
+import contextlib
 import signal
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-REQUEUE = 75  # the exit code of a training that stopped when asked: sysexits' "try again later"
+AGAIN = 75  # the exit code of a training that stopped when asked: "try again later", as sysexits.h has it
 
 _asked = threading.Event()
 
 
-def listen() -> None:
-    """From now on these signals ask, and no longer kill; a second Ctrl-C leaves at once."""
-    for number in ASKING:
-        signal.signal(number, _note)
+@contextlib.contextmanager
+def listening() -> Iterator[None]:
+    """Meanwhile these signals ask, instead of ending the process; a second Ctrl-C ends it at once."""
+    _asked.clear()
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals reach the main thread only: whoever has it answers them
+        return
+    before = {number: signal.signal(number, _note) for number in ASKING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def requested() -> bool:

@@ -35,8 +35,9 @@ def page() -> str:
     lines = [
         "# Commands",
         "",
-        "Written by `make docs` from what `evenstep COMMAND --help` says. Every option of `train` can also stand in a",
-        "YAML file, with underscores (`global_batch: 256`), and is taken by `evenstep.train(task, global_batch=256)`.",
+        "Written by `make docs` from what `evenstep COMMAND --help` says. Every option of `train` can also stand",
+        "in a YAML file, with underscores (`global_batch: 256`), and is taken by",
+        "`evenstep.train(task, global_batch=256)`.",
         "Exit codes: 0 done, 1 failed, 2 something in the line is wrong, 75 stopped when asked (resume it),",
         "128 + n ended by signal n.",
     ]

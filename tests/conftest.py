@@ -10,13 +10,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from typing import Any
 
-import commands
 import psutil
 import pytest
+
+import commands
 
 GRACE = 10.0  # seconds that what was told to end may take, on a busy machine
 KEPT_BY_TORCH = "torch/_inductor/compile_worker"  # compilers that stay for the next torch.compile
@@ -38,6 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure() -> None:
+    util._run_finalizers()  # multiprocessing's own, which would miss their folder later
     shutil.rmtree(_temporary, ignore_errors=True)
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from evenstep.config import Config
 from evenstep.launch import local
 from evenstep.training import together
-from evenstep.world import World, alone
+from evenstep.world import World
 
 CPU = torch.device("cpu")
 Check = Callable[[World], None]
@@ -23,8 +23,7 @@ Check = Callable[[World], None]
 
 def outcomes(checks: Mapping[str, Check], world: int) -> dict[str, str]:
     """What went wrong in each check, on any of so many ranks; nothing where it passed."""
-    entry = functools.partial(_make, checks)
-    return entry(alone()) if world == 1 else local.launch(entry, world)
+    return local.launch(functools.partial(_make, checks), world)
 
 
 def _make(checks: Mapping[str, Check], place: World) -> dict[str, str]:

@@ -119,9 +119,8 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     @functools.cache
     def trained(world: int) -> dict[str, dict[str, Path]]:
         runs = tmp_path_factory.mktemp(f"world-{world}")
-        if world == 1:
-            return train_all(("dp", "ddp", "fsdp"), runs, alone())
-        return local.launch(functools.partial(train_all, ("ddp", "fsdp"), runs), world)
+        strategies = ("dp", "ddp", "fsdp") if world == 1 else ("ddp", "fsdp")
+        return local.launch(functools.partial(train_all, strategies, runs), world)
 
     yield trained
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -206,10 +207,11 @@ def run(where: str, procs: int, *options: str) -> tuple[list[dict[str, Any]], st
     """The lines that an example prints of the batches of all its ranks, and what it says besides."""
     script = EXAMPLES / f"{EXAMPLE[where]}_with_even_sampler.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={procs}", script]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, *options], capture_output=True, text=True, env=environment, timeout=250, check=False
-    )
+    with tempfile.TemporaryDirectory() as logs:  # torchrun leaves them
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": logs}
+        done = subprocess.run(
+            [*command, *options], capture_output=True, text=True, env=environment, timeout=250, check=False
+        )
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"epoch"')]
     return lines, f"exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 

@@ -30,6 +30,7 @@ T = TypeVar("T")
 
 SPLITS = ("train", "validation", "test")
 WEIGHTS = ("best", "last")
+RESTARTS = 3  # where nothing else is said
 
 UNGUARDED = (
     "this script is being read by another process to find the task in it, and would start the training again: "
@@ -92,7 +93,7 @@ def _train(config: Config, command: Sequence[str], folder: Path | None) -> Resul
     run = Run(config=config, command=command, folder=folder)
     with local.stoppable():
         try:
-            return Result(_start(functools.partial(run_training, run), config))
+            return Result(_start(functools.partial(run_training, run), config, _restarts(config)))
         except BaseException as error:
             if folder is not None:
                 _close_folder(RunFiles(folder), error)
@@ -157,14 +158,20 @@ def _weights(found: RunFiles, which: str) -> Path:
     return found.weights(which)
 
 
-def _start(entry: Callable[[World], T], config: Config) -> T:
+def _start(entry: Callable[[World], T], config: Config, restarts: int = 0) -> T:
     """Run as the rank that a launcher made this process, or alone, or in processes of our own."""
     place = world.from_launcher()
     if place is not None:
         return entry(place)
-    if config.procs * config.nodes == 1:
+    if config.procs * config.nodes == 1 and not restarts:
         return entry(world.alone())
-    return local.launch(entry, config.procs, nodes=config.nodes, meeting=_meeting(config))
+    return local.launch(entry, config.procs, nodes=config.nodes, meeting=_meeting(config), restarts=restarts)
+
+
+def _restarts(config: Config) -> int:
+    """A process that is alone is watched by another one only where restarts are asked for."""
+    several = config.procs * config.nodes > 1
+    return RESTARTS * several if config.max_restarts is None else config.max_restarts
 
 
 def _meeting(config: Config) -> Meeting | None:

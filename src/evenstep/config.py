@@ -134,6 +134,8 @@ class Config:
     """Minutes between two snapshots."""
     keep: int = 3
     """Snapshots that are kept; older ones are taken away."""
+    max_restarts: int | None = None
+    """Times that all ranks are started again when one is killed or fails (default: 3; 0 for a single process)."""
 
     # what is kept
     runs: str = "runs"
@@ -152,7 +154,16 @@ class Config:
             _at_least(name, getattr(self, name), 1)
         for name in ("block_size", "dealt_to", "procs", "nodes", "log_every", "snapshot_every", "keep"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("lr", "weight_decay", "momentum", "warmup_steps", "workers", "seed", "snapshot_minutes"):
+        for name in (
+            "lr",
+            "weight_decay",
+            "momentum",
+            "warmup_steps",
+            "workers",
+            "seed",
+            "snapshot_minutes",
+            "max_restarts",
+        ):
             _at_least(name, getattr(self, name), 0)
         if self.clip is not None and not self.clip > 0:
             raise UserError(f"clip must be above 0, not {self.clip}; leave it out for no clipping")

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
@@ -37,6 +37,8 @@ class Agent(LocalElasticAgent):
         local_addr: str | None,
         logs: str,
         interval: float,
+        restarts: int,
+        again: Callable[[Mapping[int, "Ended"]], bool],
     ) -> None:
         logs_specs = DefaultLogsSpecs(log_dir=logs)
         spec = WorkerSpec(
@@ -45,7 +47,7 @@ class Agent(LocalElasticAgent):
             rdzv_handler=rendezvous,
             entrypoint=entry,
             args=args,
-            max_restarts=0,
+            max_restarts=restarts,
             monitor_interval=interval,
             local_addr=local_addr,
             # torch's own choice: near its GPU, where there is one for each rank
@@ -54,6 +56,7 @@ class Agent(LocalElasticAgent):
         super().__init__(spec, logs_specs, start_method="forkserver")
         self.ended: dict[int, Ended] = {}
         """By rank, those that ended before their time; the ones that were ended for it are not among them."""
+        self._again = again
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         with _signals_kept():  # torch takes over even those that nohup has switched off
@@ -61,6 +64,17 @@ class Agent(LocalElasticAgent):
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = self._look(worker_group)
+        if result.is_failed() and self._remaining_restarts > 0 and not self._again(self.ended):
+            self._remaining_restarts = 0
+        return result
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        self.ended = {}
+        super()._restart_workers(worker_group)
+
+    def _look(self, worker_group: WorkerGroup) -> RunResult:
+        """How the ranks are, and who has ended since."""
         assert isinstance(self._pcontext, MultiprocessContext) and self._pcontext._pc is not None
         for worker, process in zip(worker_group.workers, self._pcontext._pc.processes, strict=True):
             if process.exitcode is not None and worker.global_rank not in self.ended:

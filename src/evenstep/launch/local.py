@@ -93,8 +93,13 @@ def preload() -> None:
     leash.start_forkserver(PRELOADED)
 
 
-def launch(entry: Callable[[World], T], procs: int, *, nodes: int = 1, meeting: Meeting | None = None) -> T:
-    """Run `entry` in so many processes; what the first of them returned."""
+def launch(
+    entry: Callable[[World], T], procs: int, *, nodes: int = 1, meeting: Meeting | None = None, restarts: int = 0
+) -> T:
+    """Run `entry` in so many processes; what the first of them returned.
+
+    When a rank is killed or fails, all are started again, so many times: `entry` has to find out how far it was.
+    """
     preload()
     from torch.distributed.elastic.rendezvous import RendezvousError
 
@@ -102,7 +107,7 @@ def launch(entry: Callable[[World], T], procs: int, *, nodes: int = 1, meeting: 
 
     with quiet(), tempfile.TemporaryDirectory(prefix="evenstep-", ignore_cleanup_errors=True) as reports:
         try:
-            returned, ended = _run(entry, procs, nodes, meeting, reports)
+            returned, ended = _run(entry, procs, nodes, meeting, reports, restarts)
         except RendezvousError as error:
             if meeting is None:
                 raise
@@ -116,7 +121,7 @@ def launch(entry: Callable[[World], T], procs: int, *, nodes: int = 1, meeting: 
 
 
 def _run(
-    entry: Callable[[World], T], procs: int, nodes: int, meeting: Meeting | None, reports: str
+    entry: Callable[[World], T], procs: int, nodes: int, meeting: Meeting | None, reports: str, restarts: int
 ) -> "tuple[Mapping[int, T], Mapping[int, Ended]]":
     """What the ranks of this machine returned, or how those ended that did not."""
     from evenstep.launch.agent import Agent
@@ -132,6 +137,8 @@ def _run(
         local_addr="localhost" if meeting is None else None,
         logs=reports,
         interval=INTERVAL,
+        restarts=restarts,
+        again=Judge(Path(reports)).again,
     )
     try:
         result = agent.run()
@@ -216,6 +223,25 @@ def _report(reports: Path, failure: Failure) -> None:
 
 
 # Who is to blame
+
+
+class Judge:
+    """Says who failed, and whether to try again."""
+
+    def __init__(self, reports: Path) -> None:
+        self.reports = reports
+        self._before = ""
+
+    def again(self, ended: "Mapping[int, Ended]") -> bool:
+        """Not where the user has something to mend, nor where the same error has come a second time in a row."""
+        culprit = _culprit(self.reports, ended)
+        if culprit.users or (culprit.trace and culprit.what == self._before):
+            return False
+        self._before = culprit.what
+        sys.stderr.write(f"{culprit.trace}evenstep: {culprit.sentence}; starting all ranks again\n")
+        for report in self.reports.glob("*.report"):
+            report.unlink()
+        return True
 
 
 def _culprit(reports: Path, ended: "Mapping[int, Ended]") -> Failure:

@@ -40,8 +40,8 @@ def make(
 
             if unused_parameters and world.size > 1:
                 raise UserError(
-                    "strategy fsdp gathers a model's parameters in the same order on all ranks, and this task says "
-                    "that steps leave some out (unused_parameters); take ddp"
+                    "strategy fsdp gathers a model's parameters in the same order on all ranks, and this task "
+                    "says that steps leave some out (unused_parameters); take ddp"
                 )
             return Fsdp(model, *place, units=units, gathered=gathered)
     raise ValueError(f"no strategy {name}")

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from evenstep import strategies, weights
+from evenstep import memory, strategies, weights
 from evenstep.batches import Batches, Subset
 from evenstep.config import Config, Settled
 from evenstep.errors import UserError
@@ -72,6 +72,8 @@ def run_training(run: Run, place: World) -> Path:
     task = load_task(run.config)
     config = run.config.complete(task.defaults, place)
     device = choose_device(config.device, place)
+    if device.type == "cpu":
+        memory.keep_what_is_freed()
     with together(config, place, device):
         return train_here(run, config, task, place, device)
 

@@ -68,6 +68,8 @@ class Synthetic(Task):
 class Made:
     """Samples made when they are asked for."""
 
+    by_rows: ClassVar[bool] = True
+
     size: int
     features: int
     key: int

@@ -1,7 +1,6 @@
 """`evenstep.train` and its relatives: what the command line does, for Python."""
 
 import functools
-import multiprocessing
 import shutil
 import sys
 import traceback
@@ -32,17 +31,14 @@ SPLITS = ("train", "validation", "test")
 WEIGHTS = ("best", "last")
 RESTARTS = 3  # where nothing else is said
 
-UNGUARDED = (
-    "this script is being read by another process to find the task in it, and would start the training again: "
-    'put evenstep.train(...) under  if __name__ == "__main__":'
-)
-
 
 @dataclass(frozen=True)
 class Result:
     """A run that has ended, as its folder tells it."""
 
     folder: Path
+    stopped: bool = False
+    """Somebody wished it to stop before its end; `evenstep resume` goes on with it."""
 
     @property
     def record(self) -> dict[str, Any]:
@@ -62,9 +58,9 @@ class Result:
 
 def train(task: Task, **options: Any) -> Result:
     """Train a task; the options are those of `evenstep train`, with underscores."""
-    # so multiprocessing marks a process that is still reading the script it was started from
-    if getattr(multiprocessing.current_process(), "_inheriting", False) or files.loading() is not None:
-        raise UserError(UNGUARDED)
+    local.leave_if_read_again()
+    if files.loading() is not None:
+        raise UserError(local.UNGUARDED)
     for name in ("task", "model", "set", "data"):
         if name in options:
             raise UserError(f"{name} belongs to the task: give it to {type(task).__name__}(...)")
@@ -93,7 +89,7 @@ def _train(config: Config, command: Sequence[str], folder: Path | None) -> Resul
     run = Run(config=config, command=command, folder=folder)
     with local.stoppable():
         try:
-            return Result(_start(functools.partial(run_training, run), config, _restarts(config)))
+            return Result(*_start(functools.partial(run_training, run), config, _restarts(config)))
         except BaseException as error:
             if folder is not None:
                 _close_folder(RunFiles(folder), error)
@@ -189,6 +185,8 @@ def _meeting(config: Config) -> Meeting | None:
             f"WORLD_SIZE is {found.world}, but --nodes {config.nodes} of --procs {config.procs} "
             f"make {config.nodes * config.procs} processes"
         )
+    if found.node >= config.nodes:
+        raise UserError(f"NODE_RANK is {found.node}, but --nodes {config.nodes} are 0 to {config.nodes - 1}")
     return found
 
 

@@ -165,7 +165,7 @@ def _again_if_stopped(result: "Result") -> None:
     """A run that stopped when asked wants to be resumed: the exit code says so to schedulers."""
     from evenstep.watch.stopping import AGAIN
 
-    if result.record["state"] == "stopped":
+    if result.stopped:
         sys.exit(AGAIN)
 
 

@@ -1,6 +1,7 @@
 """Validation and test: each sample once, over all ranks, in one forward pass."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -20,15 +21,24 @@ def evaluate(batches: Batches, task: Task, strategy: Strategy, precision: str) -
     strategy.settle()
     measured = _Measured(task, strategy.device)
     idle = _Measured(task, strategy.device)  # takes what a rank without samples computes to keep step
-    strategy.count(True)
-    strategy.called.eval()
-    with torch.no_grad(), computing(precision, strategy.device):
+    with _evaluating(strategy), torch.no_grad(), computing(precision, strategy.device):
         for step in batches.epoch(0):
             for micro in step.micros:
                 strategy.count(micro.counts)
                 (measured if micro.counts else idle).take(task, _OnePass(strategy.called), micro)
-    strategy.called.train()
     return exact.merged({"loss": measured.loss, **measured.metrics}, strategy.world)
+
+
+@contextlib.contextmanager
+def _evaluating(strategy: Strategy) -> Iterator[None]:
+    """The model in evaluation mode for a while; parts that its author has put to rest rest afterwards too."""
+    strategy.count(True)
+    before = [(part, part.training) for part in strategy.called.modules()]
+    strategy.called.eval()
+    yield
+    strategy.called.train()
+    for part, training in before:
+        part.training = training
 
 
 class _Measured:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from evenstep.config import Config, Settled
 from evenstep.errors import UserError
 from evenstep.evaluation import evaluate
 from evenstep.files import RunFiles, new_run, write_text
-from evenstep.loop import Training, Wishes, train
+from evenstep.loop import Score, Training, Wishes, train
 from evenstep.optimizing import lr_factor, make_optimizer
 from evenstep.order import hashing
 from evenstep.order.plan import Plan
@@ -55,6 +55,13 @@ class Run:
     """Its folder; None lets rank 0 make one."""
 
 
+class Ended(NamedTuple):
+    """A training that has come to an end: to its own, or to one that somebody wished for."""
+
+    folder: Path
+    stopped: bool
+
+
 def load_task(config: Config) -> Task:
     """The task that the options name."""
     options = {**config.set, "model_name": config.model, "data_dir": config.data}
@@ -67,8 +74,8 @@ def make_folder(config: Config) -> Path:
     return new_run(Path(config.runs), name, datetime.now().astimezone()).folder
 
 
-def run_training(run: Run, place: World) -> Path:
-    """Train as one rank; returns the run's folder."""
+def run_training(run: Run, place: World) -> Ended:
+    """Train as one rank."""
     task = load_task(run.config)
     config = run.config.complete(task.defaults, place)
     device = choose_device(config.device, place)
@@ -87,25 +94,27 @@ def run_evaluation(config: Config, kept: Path, split: str, place: World) -> Valu
         return _evaluate(config, task, kept, split, place, device)
 
 
-def train_here(run: Run, config: Settled, task: Task, place: World, device: torch.device) -> Path:
-    """Train among ranks that have met; returns the run's folder."""
+def train_here(run: Run, config: Settled, task: Task, place: World, device: torch.device) -> Ended:
+    """Train among ranks that have met."""
     data = task.data("train")
     if config.sample is not None:
         data = Subset(data, config.sample, config.seed)
     plan = config.plan(len(data))
     epochs, steps = _length(config, plan)
+    score = Score(task.goal, ("loss", *task.metrics()))
     strategy = _strategy(config, task, place, device)
     stepper = _stepper(config, task, strategy, steps)
+    validate, test = (_measuring(config, task, strategy, split) for split in ("validation", "test"))
     # all that can be wrong with what was asked for has shown by now: only then is there a run
     files = RunFiles(agreed(lambda: run.folder or make_folder(config), place))
     session = agreed(lambda: uuid.uuid4().hex, place)
     with (
         _recorded(files, config, plan, place, device, run.command) as facts,
         contextlib.closing(
-            Recorder(files, place, session=session, steps=steps, epochs=epochs, log_every=config.log_every)
+            Recorder(files, place, plan, session=session, steps=steps, epochs=epochs, log_every=config.log_every)
         ) as recorder,
     ):
-        recorder.opened(config, plan, strategy.parameters, str(device))
+        recorder.opened(config, strategy.parameters, str(device))
         state = State(model=strategy.model, optimizer=stepper.optimizer, scaler=stepper.scaler)
         progress = resume(state, Folder(files.snapshots), place, device, recorder)
         saver = Saver(state, Folder(files.snapshots), board(place), place, keep=config.keep)
@@ -114,12 +123,12 @@ def train_here(run: Run, config: Settled, task: Task, place: World, device: torc
             batches=_batches(config, task, data, plan, strategy, augment_seed=config.seed),
             stepper=stepper,
             recorder=recorder,
-            validate=_measuring(config, task, strategy, "validation") or dict,
+            validate=validate or dict,
             keep_best=functools.partial(weights.keep, strategy, files.weights("best")),
             snapshot=keeper.take,
             snapshot_every=config.snapshot_every,
             wishes=functools.partial(_wishes, keeper, files),
-            goal=task.goal,
+            score=score,
             epochs=epochs,
             max_steps=config.max_steps,
             patience=config.patience,
@@ -130,13 +139,13 @@ def train_here(run: Run, config: Settled, task: Task, place: World, device: torc
         facts |= {"parameters": strategy.parameters, **progress.outcome()}
         if ended:
             weights.keep(strategy, files.weights("last"))
-            facts["test"] = _test_best(config, task, strategy, files)
+            facts["test"] = _of_best(test, strategy, files)
             recorder.measured("test", progress.best_epoch, progress.number, facts["test"])
             recorder.finished(progress, facts["test"])
         else:
             facts["state"] = "stopped"
             recorder.stopped(progress)
-    return files.folder
+    return Ended(files.folder, not ended)
 
 
 @contextlib.contextmanager
@@ -174,8 +183,8 @@ def _evaluate(config: Settled, task: Task, kept: Path, split: str, place: World,
     return measure()
 
 
-def _test_best(config: Settled, task: Task, strategy: Strategy, files: RunFiles) -> Values:
-    measure = _measuring(config, task, strategy, "test")
+def _of_best(measure: Callable[[], Values] | None, strategy: Strategy, files: RunFiles) -> Values:
+    """What the best weights come to; nothing where there is no data for it."""
     if measure is None:
         return {}
     weights.take(strategy, files.weights("best"))

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, MultiprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -15,6 +15,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.launcher.api import LaunchConfig
 
 from evenstep import leash
+from evenstep.errors import UserError
 
 
 class Ended(NamedTuple):
@@ -39,6 +40,7 @@ class Agent(LocalElasticAgent):
         interval: float,
         restarts: int,
         again: Callable[[Mapping[int, "Ended"]], bool],
+        node: int | None,
     ) -> None:
         logs_specs = DefaultLogsSpecs(log_dir=logs)
         spec = WorkerSpec(
@@ -57,8 +59,21 @@ class Agent(LocalElasticAgent):
         self.ended: dict[int, Ended] = {}
         """By rank, those that ended before their time; the ones that were ended for it are not among them."""
         self._again = again
+        self._node = node
+        """This machine's number, where the user has numbered them: torch would go by the names of the hosts."""
+
+    def _assign_worker_ranks(
+        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        node = group_rank if self._node is None else self._node
+        if store.add(f"evenstep/node/{node}", 1) > 1:
+            raise UserError(f"two nodes say NODE_RANK={node}; number them 0 to {group_world_size - 1}")
+        workers: list[Worker] = super()._assign_worker_ranks(store, node, group_world_size, spec)
+        return workers
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        if self._node is not None:
+            worker_group.group_rank = self._node  # type: ignore[assignment]
         with _signals_kept():  # torch takes over even those that nohup has switched off
             started: dict[int, Any] = super()._start_workers(worker_group)
         return started

@@ -7,6 +7,7 @@ how the processes ended follows who failed first, and why.
 import contextlib
 import dataclasses
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -48,12 +49,21 @@ LOST_PEER = (
 )
 
 
+UNGUARDED = (
+    "this script is being read by another process to find the task in it, and would start the training again: "
+    'put evenstep.train(...) under  if __name__ == "__main__":'
+)
+READ_AGAIN = 78  # the exit code of such a process: a configuration error, as sysexits.h has it
+
+
 class RankFailed(Exception):
     """A rank came to an end that it should not have: which, and why."""
 
     def __init__(self, culprit: "Failure") -> None:
         super().__init__(culprit.sentence)
         self.culprit = culprit
+        if culprit.trace:  # to be seen where nobody catches it
+            self.add_note(culprit.trace.rstrip())
 
 
 class Stopped(SystemExit):
@@ -139,6 +149,7 @@ def _run(
         interval=INTERVAL,
         restarts=restarts,
         again=Judge(Path(reports)).again,
+        node=None if meeting is None else meeting.node,
     )
     try:
         result = agent.run()
@@ -175,6 +186,14 @@ def _no_meeting(nodes: int, meeting: Meeting, error: Exception) -> str:
 
 
 # In each rank
+
+
+def leave_if_read_again() -> None:
+    """End a process that came to start a training while it was still reading the script it is to work for."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # so multiprocessing marks it
+        sys.stderr.write(f"evenstep: {UNGUARDED}\n")
+        sys.stderr.flush()
+        os._exit(READ_AGAIN)  # a forkserver makes 1 of any other way out
 
 
 def _rank(entry: Callable[[World], T], reports: str, surroundings: Surroundings) -> T:
@@ -255,6 +274,7 @@ def _culprit(reports: Path, ended: "Mapping[int, Ended]") -> Failure:
             pid=how.pid,
             time=how.time,
             what=_how_it_ended(how.code),
+            users=how.code == READ_AGAIN,
             victim=how.code == -signal.SIGABRT,  # torch's way out of a broken collective
         )
         for rank, how in ended.items()
@@ -264,6 +284,8 @@ def _culprit(reports: Path, ended: "Mapping[int, Ended]") -> Failure:
 
 
 def _how_it_ended(code: int) -> str:
+    if code == READ_AGAIN:
+        return UNGUARDED
     if code >= 0:
         return f"left with exit code {code}"
     name = signal.Signals(-code).name

@@ -65,9 +65,10 @@ class _Session:
 def audit(run: RunFiles) -> list[Epoch]:
     """What became of the samples, epoch by epoch."""
     told = record.read(run)
-    if "plan" not in told:
-        raise UserError(f"the record in {run.folder} has no plan: the run ended before its first step")
-    plan = Plan(**told["plan"])
+    try:
+        plan = Plan(**told["plan"])
+    except (KeyError, TypeError):
+        raise UserError(f"the record in {run.folder} holds no plan that this evenstep knows") from None
     sessions = _sessions(run)
     ends = [*(session.begin for session in sessions[1:]), _END][: len(sessions)]
     epochs = sorted({noted.epoch for session in sessions for noted in session.noted})

@@ -1,6 +1,6 @@
 """Validation and test: each sample once, over all ranks, in one forward pass."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -11,23 +11,39 @@ from evenstep import metrics as exact
 from evenstep.batches import Batches, Micro
 from evenstep.precision import computing
 from evenstep.progress import Values
+from evenstep.pulse import Stops
 from evenstep.strategies.strategy import Strategy
 from evenstep.tasks.task import Task
 
 
-def evaluate(batches: Batches, task: Task, strategy: Strategy, precision: str) -> Values:
+class Interrupted(Exception):
+    """Somebody wishes to stop before the evaluation has come to its end; all ranks leave it at the same batch."""
+
+
+def evaluate(
+    batches: Batches,
+    task: Task,
+    strategy: Strategy,
+    precision: str,
+    stop_wished: Callable[[], bool] = lambda: False,
+) -> Values:
     """The loss and the task's metrics over the data, the same on every rank."""
     strategy.settle()
     measured = _Measured(task, strategy.device)
     idle = _Measured(task, strategy.device)  # takes what a rank without samples computes to keep step
+    stops = Stops(stop_wished, strategy.device, strategy.world)
     strategy.count(True)
     strategy.called.eval()
-    with torch.no_grad(), computing(precision, strategy.device):
-        for step in batches.epoch(0):
-            for micro in step.micros:
-                strategy.count(micro.counts)
-                (measured if micro.counts else idle).take(task, _OnePass(strategy.called), micro)
-    strategy.called.train()
+    try:
+        with torch.no_grad(), computing(precision, strategy.device):
+            for step in batches.epoch(0):
+                for micro in step.micros:
+                    strategy.count(micro.counts)
+                    (measured if micro.counts else idle).take(task, _OnePass(strategy.called), micro)
+                if stops.wished():
+                    raise Interrupted
+    finally:
+        strategy.called.train()
     return exact.merged({"loss": measured.loss, **measured.metrics}, strategy.world)
 
 

@@ -112,6 +112,7 @@ class Batches:
         self.workers = workers
         self.dtype = dtype
         self._loader: DataLoader[Any] | None = None
+        self._readers: set[Any] = set()
 
     def steps(self, epoch: int) -> int:
         """Global steps in an epoch."""
@@ -156,8 +157,17 @@ class Batches:
             self._loader = _loader(self.data, self.workers, pin=self.device.type == "cuda")
         assert isinstance(self._loader.batch_sampler, _Sampler)
         self._loader.batch_sampler.next = (part.indices.tolist() for part in parts)
-        for batch in self._loader:
+        before = set(multiprocessing.active_children())
+        arriving = iter(self._loader)
+        self._readers |= set(multiprocessing.active_children()) - before
+        for batch in arriving:
             yield on_device(batch, self.device, self.dtype)
+
+    def close(self) -> None:
+        """End the loader's processes; one that is deep in a sample does not hold us up."""
+        for process in self._readers:
+            process.kill()
+        self._loader = None
 
     def _rest(self, first: Batch, arriving: Iterator[Batch], parts: list[Part], epoch: int) -> Iterator[Micro]:
         yield self._ready(first, parts[0], epoch)

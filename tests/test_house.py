@@ -28,7 +28,7 @@ FLOORS = (
     {"step", "evaluation", "weights"},
     {"snapshots"},
     {"records"},
-    {"loop"},
+    {"loop", "keeping"},
     {"training", "launch"},
     {"api"},
     {"cli"},

@@ -1,8 +1,9 @@
 """The training: for each step take it; now and then report; at each epoch's end look how good the model is."""
 
+import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from evenstep.order.digest import Digest
 from evenstep.progress import Progress, Values, Window
 from evenstep.records.recorder import Recorder
 from evenstep.step import Stepper
+from evenstep.weights import NotKept
 
 PULSE = 0.5  # seconds between two moments at which the ranks compare notes
 MOST = 512  # steps between them at the most
@@ -38,12 +40,12 @@ class Training:
     validate: Callable[[], Values]
     """The loss and metrics on the validation data; nothing where there is none."""
     keep_best: Callable[[], None]
-    """Keep the weights as they are now: they are the best so far."""
+    """Keep the weights as they are now: they are the best so far. NotKept where that cannot be."""
     snapshot: Callable[[Progress], None]
     """Keep all it takes to go on from here."""
     snapshot_every: int | None
     wishes: Callable[[], Wishes]
-    goal: str
+    score: "Score"
     epochs: int
     max_steps: int | None
     patience: int | None
@@ -54,21 +56,30 @@ def train(parts: Training, progress: Progress) -> bool:
 
     All decisions are the same on every rank, since all look at the same numbers.
     """
-    score = Score(parts.goal)
     tally = Tally(parts.stepper.device, parts.stepper.strategy.world)
     for epoch in range(progress.epoch, parts.epochs):
         if _stopped_in_epoch(parts, progress, tally):
             return False
         values = parts.validate()
-        improved = progress.measured(values, score(values))
+        before = dataclasses.replace(progress)
+        improved = progress.measured(values, parts.score(values))
         parts.recorder.epoch(progress, improved)
         if improved:
-            parts.keep_best()
+            _keep_best(parts, progress, before)
         if progress.number == parts.max_steps or epoch - progress.best_epoch == parts.patience:
             break
         if epoch + 1 < parts.epochs:
             progress.next_epoch()
     return True
+
+
+def _keep_best(parts: Training, progress: Progress, before: Progress) -> None:
+    """Where they cannot be kept, what was the best still is: a full disk is no reason to end."""
+    try:
+        parts.keep_best()
+    except NotKept as error:
+        progress.without_best(before)
+        parts.recorder.say(f"the best weights are NOT kept: {error}; those of before still are")
 
 
 def _stopped_in_epoch(parts: Training, progress: Progress, tally: "Tally") -> bool:
@@ -160,16 +171,18 @@ class Tally:
 class Score:
     """How good a validation is by the task's goal; more is better."""
 
-    def __init__(self, goal: str) -> None:
+    def __init__(self, goal: str, measured: Collection[str]) -> None:
         direction, _, self.name = goal.partition(" ")
         if direction not in ("min", "max") or not self.name:
             raise UserError(f"a goal is 'min' or 'max' and a metric's name, such as 'min loss', not {goal!r}")
+        if self.name not in measured:
+            raise UserError(f"the goal names {self.name}, which is not measured; there are {', '.join(measured)}")
         self._sign = 1.0 if direction == "max" else -1.0
 
     def __call__(self, values: Values) -> float:
         if not values:
             return -math.inf
-        if self.name not in values:
-            raise UserError(f"the goal names {self.name}, which is not measured; there are {', '.join(values)}")
-        score = self._sign * float(values[self.name])
-        return -math.inf if math.isnan(score) else score
+        value = values[self.name]
+        if not isinstance(value, int | float):
+            raise UserError(f"the goal names {self.name}, which is {value!r}, not a number to go by")
+        return -math.inf if math.isnan(value) else self._sign * value

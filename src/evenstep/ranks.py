@@ -85,6 +85,15 @@ def agreed(choose: Callable[[], T], place: World) -> T:
     return found
 
 
+def gathered(value: T, place: World) -> list[T]:
+    """What each rank has, in rank order, on every rank."""
+    values: list[Any] = [value]
+    if place.size > 1:
+        values *= place.size
+        dist.all_gather_object(values, value)
+    return values
+
+
 def board(place: World) -> Board:
     """Where the ranks leave notes for each other."""
     if place.size == 1:

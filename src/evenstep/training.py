@@ -4,7 +4,6 @@ import contextlib
 import functools
 import random
 import traceback
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -14,32 +13,31 @@ from typing import Any
 import numpy as np
 import torch
 
-from evenstep import strategies, weights
+from evenstep import keeping, strategies, weights
 from evenstep.batches import Batches, Subset
 from evenstep.config import Config, Settled
 from evenstep.errors import UserError
 from evenstep.evaluation import evaluate
 from evenstep.files import RunFiles, new_run, write_text
-from evenstep.loop import Training, Wishes, train
+from evenstep.keeping import Start
+from evenstep.loop import Score, Training, Wishes, train
 from evenstep.optimizing import lr_factor, make_optimizer
 from evenstep.order import hashing
 from evenstep.order.plan import Plan
 from evenstep.precision import HALF, stored
 from evenstep.progress import Values
-from evenstep.ranks import agreed, board, choose_device, together
+from evenstep.ranks import agreed, choose_device, together
 from evenstep.records.record import close_record, open_record
 from evenstep.records.recorder import Recorder
 from evenstep.snapshots.keeper import Keeper
-from evenstep.snapshots.restore import resume
-from evenstep.snapshots.saver import Saver
 from evenstep.snapshots.state import State
-from evenstep.snapshots.storage import Folder
 from evenstep.step import Stepper
 from evenstep.strategies.batchnorm import even
 from evenstep.strategies.strategy import Strategy
 from evenstep.tasks import catalog
 from evenstep.tasks.task import Optimizing, Task
 from evenstep.watch import stopping
+from evenstep.weights import NotKept
 from evenstep.world import World
 
 EVALUATED_AT_ONCE = 4  # times the samples a rank trains on at once: without gradients there is room
@@ -92,43 +90,46 @@ def train_here(run: Run, config: Settled, task: Task, place: World, device: torc
         data = Subset(data, config.sample, config.seed)
     plan = config.plan(len(data))
     epochs, steps = _length(config, plan)
+    score = _score(config, task)
     strategy = _strategy(config, task, place, device)
     stepper = _stepper(config, task, strategy, steps)
+    validate, test = (_measuring(config, task, strategy, split) for split in ("validation", "test"))
     # all that can be wrong with what was asked for has shown by now: only then is there a run
     files = RunFiles(agreed(lambda: run.folder or make_folder(config), place))
-    session = agreed(lambda: uuid.uuid4().hex, place)
+    start = keeping.begin(files, config, plan, epochs, place)
     with (
-        _recorded(files, config, plan, place, device, run.command) as facts,
+        start.mirrored(config) as mirror,
+        _recorded(start, config, device, run.command) as facts,
         contextlib.closing(
-            Recorder(files, place, session=session, steps=steps, epochs=epochs, log_every=config.log_every)
+            Recorder(files, place, session=start.session, steps=steps, epochs=epochs, log_every=config.log_every)
         ) as recorder,
     ):
         recorder.opened(config, plan, strategy.parameters, str(device))
-        state = State(model=strategy.model, optimizer=stepper.optimizer, scaler=stepper.scaler)
-        progress = resume(state, Folder(files.snapshots), place, device, recorder)
-        saver = Saver(state, Folder(files.snapshots), board(place), place, keep=config.keep)
-        keeper = Keeper(saver, device, minutes=config.snapshot_minutes, report=recorder.snapshot)
+        state = State(strategy=strategy, optimizer=stepper.optimizer, scaler=stepper.scaler)
+        progress = start.go_on(state, recorder)
+        keeper = start.keeper(state, config, mirror, recorder, progress)
+        facts["snapshots"] = keeper.counts
         parts = Training(
             batches=_batches(config, task, data, plan, strategy, augment_seed=config.seed),
             stepper=stepper,
             recorder=recorder,
-            validate=_measuring(config, task, strategy, "validation") or dict,
+            validate=validate or dict,
             keep_best=functools.partial(weights.keep, strategy, files.weights("best")),
             snapshot=keeper.take,
             snapshot_every=config.snapshot_every,
             wishes=functools.partial(_wishes, keeper, files),
-            goal=task.goal,
+            score=score,
             epochs=epochs,
             max_steps=config.max_steps,
             patience=config.patience,
         )
         with stopping.listening():
             ended = train(parts, progress)
-            keeper.finish()
+            keeper.finish(None if ended else progress)
         facts |= {"parameters": strategy.parameters, **progress.outcome()}
         if ended:
-            weights.keep(strategy, files.weights("last"))
-            facts["test"] = _test_best(config, task, strategy, files)
+            _keep_last(strategy, files)
+            facts["test"] = _of_best(test, strategy, files)
             recorder.measured("test", progress.best_epoch, progress.number, facts["test"])
             recorder.finished(progress, facts["test"])
         else:
@@ -139,21 +140,24 @@ def train_here(run: Run, config: Settled, task: Task, place: World, device: torc
 
 @contextlib.contextmanager
 def _recorded(
-    files: RunFiles, config: Settled, plan: Plan, place: World, device: torch.device, command: Sequence[str]
+    start: Start, config: Settled, device: torch.device, command: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
     """The record of a run from its start to its end, however it ends; rank 0 writes it."""
     facts: dict[str, Any] = {}
+    files, place = start.home.files, start.home.place
     if not place.leads:
         yield facts
         return
     if not files.config.exists():
         write_text(files.config, config.as_yaml())
-    open_record(files, config, plan, place, str(device), command)
+    open_record(files, start.run, config, start.plan, place, str(device), command)
     try:
         yield facts
     except BaseException as error:
         state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
-        close_record(files, state, error="".join(traceback.format_exception(error)))
+        with contextlib.suppress(OSError):  # a full disk may be why it ends; the reason is what counts
+            told = "".join(traceback.format_exception(error))
+            close_record(files, state, error=told, snapshots=facts.get("snapshots"))
         raise
     close_record(files, **{"state": "finished", **facts})
 
@@ -172,8 +176,15 @@ def _evaluate(config: Settled, task: Task, kept: Path, split: str, place: World,
     return measure()
 
 
-def _test_best(config: Settled, task: Task, strategy: Strategy, files: RunFiles) -> Values:
-    measure = _measuring(config, task, strategy, "test")
+def _keep_last(strategy: Strategy, files: RunFiles) -> None:
+    try:
+        weights.keep(strategy, files.weights("last"))
+    except NotKept as error:
+        raise UserError(f"the last weights could not be kept: {error}; see to that, then resume the run") from None
+
+
+def _of_best(measure: Callable[[], Values] | None, strategy: Strategy, files: RunFiles) -> Values:
+    """What the best weights come to; nothing where there is no data for it."""
     if measure is None:
         return {}
     weights.take(strategy, files.weights("best"))
@@ -235,6 +246,13 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
     np.random.seed(seed % (1 << 32))
     random.seed(seed)
+
+
+def _score(config: Settled, task: Task) -> Score:
+    """What makes a validation the best one."""
+    if config.best is not None and task.data("validation") is None:
+        raise UserError(f"{config.task} has no validation data to say what is best: leave --best out")
+    return Score(config.best or task.goal, ("loss", *task.metrics()))
 
 
 def _stepper(config: Settled, task: Task, strategy: Strategy, steps: int) -> Stepper:

@@ -7,6 +7,7 @@ import os
 import platform
 import socket
 import subprocess
+import uuid
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
@@ -30,8 +31,13 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
+def identity(files: RunFiles) -> str:
+    """What tells this run from all others, also those of its name; a new one where there is no record yet."""
+    return str(read(files).get("run")) if files.record.is_file() else uuid.uuid4().hex
+
+
 def open_record(
-    files: RunFiles, config: Config, plan: Plan, place: World, device: str, command: Sequence[str]
+    files: RunFiles, run: str, config: Config, plan: Plan, place: World, device: str, command: Sequence[str]
 ) -> None:
     """Write the record of a run that starts now in this process, or that goes on in it."""
     now_here = {
@@ -46,6 +52,7 @@ def open_record(
         return
     started = {
         **now_here,
+        "run": run,
         "task": config.task,
         "model": config.model,
         "strategy": config.strategy,
@@ -72,13 +79,14 @@ def read(files: RunFiles) -> dict[str, Any]:
         record = json.loads(files.record.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{files.folder} holds no record of a run") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"the record in {files.folder} cannot be read: {error}") from None
-    if not isinstance(record, dict) or not {"state", "process"} <= record.keys():
-        raise UserError(f"{files.record} is not the record of a run")
-    if record["state"] == "running" and _gone(record["process"]):
-        record["state"] = "killed"
-    return record
+    match record:
+        case {"state": str(state), "process": {"host": str(), "pid": int(pid), "created": float()} as process} if (
+            pid > 0
+        ):
+            return {**record, "state": "killed"} if state == "running" and _gone(process) else record
+    raise UserError(f"{files.record} is not the record of a run")
 
 
 def amend(files: RunFiles, **facts: Any) -> None:

@@ -28,7 +28,7 @@ FLOORS = (
     {"step", "evaluation", "weights"},
     {"snapshots"},
     {"records"},
-    {"loop", "home"},
+    {"loop", "keeping", "home"},
     {"training", "launch"},
     {"api"},
     {"cli"},

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors.torch import load_file
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
+from evenstep import weights as kept_weights
 from evenstep import world
-from evenstep.config import Config, checked, read_yaml
+from evenstep.config import DECISIVE, Config, checked, read_yaml
 from evenstep.errors import UserError, unknown
 from evenstep.files import RunFiles, find_run, locked, replacing
 from evenstep.launch import local
@@ -22,6 +24,7 @@ from evenstep.launch.blame import UNGUARDED, Failure, RankFailed
 from evenstep.progress import Values
 from evenstep.records import record
 from evenstep.records.events import Events, losses_of
+from evenstep.snapshots import abroad
 from evenstep.tasks import catalog, files
 from evenstep.tasks.task import Task
 from evenstep.training import Run, load_task, make_folder, run_evaluation, run_training
@@ -93,7 +96,16 @@ def resume(run: str | Path, *, runs: str = "runs", **options: Any) -> Result:
 
     What decides the result, the options of the run, stays as it was; where it computes may change.
     """
-    found = find_run(run, Path(runs))
+    if changed := DECISIVE & options.keys():
+        raise UserError(
+            f"{', '.join(sorted(changed))} cannot change when a run goes on: the result would be another; "
+            "begin a run with evenstep train"
+        )
+    if abroad.is_address(run):
+        found = abroad.adopt(str(run), Path(runs))
+        options.setdefault("to", str(run).rstrip("/").rpartition("/")[0])
+    else:
+        found = find_run(run, Path(runs))
     kept = read_yaml(found.config)
     if not {"procs", "nodes", "strategy"}.isdisjoint(options):
         kept["strategy"] = None
@@ -131,7 +143,8 @@ def _train(config: Config, command: Sequence[str], folder: Path | None, ours: Pa
             ended = _start(entry, config, _restarts(config), functools.partial(_note_loss, ours))
         except BaseException as error:
             if ours is not None:
-                _close_folder(RunFiles(ours), error)
+                with contextlib.suppress(OSError):  # a full disk may be why it ends; the reason is what counts
+                    _close_folder(RunFiles(ours), error)
             if isinstance(error, Stopped) and error.code:
                 raise Stopped(f"{error}; to go on: evenstep resume {ours}" if ours else str(error)) from None
             raise
@@ -144,31 +157,31 @@ def evaluate(
     run: str | Path, *, split: str = "test", weights: str = "best", runs: str = "runs", **options: Any
 ) -> Values:
     """Measure a run's weights on its task's data."""
-    found = find_run(run, Path(runs))
-    kept = read_yaml(found.config)
-    if kept.get("strategy") in ("one", "dp"):
-        kept["strategy"] = None  # more processes than one may measure what one has trained
-    config = Config(**{**kept, "nodes": 1, **checked(options, "evenstep.evaluate()")})
     if split not in SPLITS:
         raise unknown("split", split, SPLITS)
-    path = _weights(found, weights)
-    with stopping.interruptible():
-        return _start(functools.partial(run_evaluation, config, path, split), config)
+    with abroad.located(run, Path(runs), "config.yaml", f"weights/{weights}.safetensors") as found:
+        kept = read_yaml(found.config)
+        if kept.get("strategy") in ("one", "dp"):
+            kept["strategy"] = None  # more processes than one may measure what one has trained
+        config = Config(**{**kept, "nodes": 1, **checked(options, "evenstep.evaluate()")})
+        path = _weights(found, weights)
+        with stopping.interruptible():
+            return _start(functools.partial(run_evaluation, config, path, split), config)
 
 
 def export(run: str | Path, file: str | Path, *, weights: str = "best", runs: str = "runs") -> None:
     """Write a run's weights to a file of their own: `.safetensors`, or `.pt` for `torch.load`."""
-    path, target = _weights(find_run(run, Path(runs)), weights), Path(file)
+    target = Path(file)
     if target.suffix not in (".safetensors", ".pt"):
         raise UserError(f"{target.name} should end in .safetensors or .pt, which says how it is written")
+    with abroad.located(run, Path(runs), f"weights/{weights}.safetensors") as found:
+        kept = kept_weights.read(_weights(found, weights))
+    write = torch.save if target.suffix == ".pt" else save_file
     try:
         with replacing(target) as temporary:
-            if target.suffix == ".pt":
-                torch.save(load_file(path), temporary)
-            else:
-                shutil.copyfile(path, temporary)
-    except OSError as error:
-        raise UserError(f"{target} cannot be written: {error.strerror or error}") from None
+            write(kept, temporary)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{target} cannot be written: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _weights(found: RunFiles, which: str) -> Path:

@@ -12,6 +12,7 @@ from evenstep import __version__, world
 from evenstep.errors import UserError
 from evenstep.options import Parser, add_options
 
+RUN = "a run's folder, its name, or the address where it is kept (see --to)"
 ABOUT = "Train a PyTorch model on any number of processes, with the same result on each."
 
 
@@ -83,7 +84,7 @@ def make_parser() -> Parser:
     train.add_argument("--config", type=Path, metavar="FILE", help="a YAML file of options; those given here win")
 
     resume = _command(commands, "resume", _resume, "go on with a run that was stopped or killed")
-    resume.add_argument("run", metavar="RUN", help="a run's folder, or its name")
+    resume.add_argument("run", metavar="RUN", help=f"{RUN}; from an address it goes on here")
     resume.add_argument("--procs", type=int, default=argparse.SUPPRESS, metavar="N", help="processes")
     resume.add_argument(
         "--nodes", default=argparse.SUPPRESS, metavar="N", help="machines, or from how many to how many: 1:4"
@@ -98,14 +99,15 @@ def make_parser() -> Parser:
         metavar="N",
         help="times that all ranks are started again",
     )
+    resume.add_argument("--to", default=argparse.SUPPRESS, metavar="ADDRESS", help="keep the run there as well")
     resume.add_argument("--runs", default="runs", metavar="DIR", help="the folder of runs")
 
     audit = _command(commands, "audit", _audit, "prove from a run's records that no sample was lost or repeated")
-    audit.add_argument("run", metavar="RUN", help="a run's folder, or its name")
+    audit.add_argument("run", metavar="RUN", help=RUN)
     audit.add_argument("--runs", default="runs", metavar="DIR", help="the folder of runs")
 
     export = _command(commands, "export", _export, "write a run's weights to a file of their own")
-    export.add_argument("run", metavar="RUN", help="a run's folder, or its name")
+    export.add_argument("run", metavar="RUN", help=RUN)
     export.add_argument(
         "file",
         metavar="FILE",
@@ -116,7 +118,7 @@ def make_parser() -> Parser:
     export.add_argument("--runs", default="runs", metavar="DIR", help="the folder of runs")
 
     evaluate = _command(commands, "evaluate", _evaluate, "measure a run's weights on its task's data")
-    evaluate.add_argument("run", metavar="RUN", help="a run's folder, or its name")
+    evaluate.add_argument("run", metavar="RUN", help=RUN)
     evaluate.add_argument(
         "--split", default="test", metavar="NAME", help="train, validation or test (the default)"
     )
@@ -170,11 +172,12 @@ def _resume(run: str, runs: str, **options: Any) -> None:
 
 
 def _audit(run: str, runs: str) -> None:
-    from evenstep.files import find_run
     from evenstep.records.audit import audit
     from evenstep.records.screen import audited
+    from evenstep.snapshots.abroad import located
 
-    epochs = audit(find_run(run, Path(runs)))
+    with located(run, Path(runs), "events") as files:
+        epochs = audit(files)
     audited(epochs)
     if not all(epoch.sound for epoch in epochs):
         sys.exit(1)

@@ -6,6 +6,7 @@ starts, and the result is what is kept with the run.
 
 import dataclasses
 import os
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,13 @@ CHOICES = {
     "device": DEVICES,
     "policy": tuple(POLICIES),
     "deal": tuple(DEALS),
+}
+
+# what decides the result: a run that goes on keeps them
+DECISIVE = {
+    *("task", "model", "set", "sample", "epochs", "max_steps", "patience", "best", "seed"),
+    *("batch_size", "global_batch", "policy", "block_size", "deal", "dealt_to", "precision", "sync_batchnorm"),
+    *("optimizer", "lr", "weight_decay", "momentum", "schedule", "warmup_steps", "clip"),
 }
 
 MOST = 1 << 63  # what arrays and torch can count to
@@ -72,6 +80,8 @@ class Config:
     """Stop after this many steps."""
     patience: int | None = None
     """Stop when this many epochs in a row brought no better validation."""
+    best: str | None = None
+    """Which validation is the best: 'max f1', 'min loss', say (default: as the task has it)."""
     seed: int = 0
     """Fixes the initial weights, the order and the augmentation."""
 
@@ -131,9 +141,11 @@ class Config:
     snapshot_every: int | None = None
     """Steps between two snapshots."""
     snapshot_minutes: float | None = 5.0
-    """Minutes between two snapshots."""
+    """Minutes between two snapshots; 0 for none by the clock."""
     keep: int = 3
     """Snapshots that are kept; older ones are taken away."""
+    to: str | None = None
+    """Keep the run there as well: s3://bucket/prefix, another address that fsspec knows, or a folder."""
     max_restarts: int | None = None
     """Times that all ranks are started again when one is killed or fails (default: 3; 0 for a single process)."""
 
@@ -211,10 +223,13 @@ class Config:
             settled["nodes"] = place.size // place.local_size
         return Settled(**{**given, **settled})
 
+    def as_dict(self) -> dict[str, Any]:
+        """The options as plain values, by name."""
+        return {**dataclasses.asdict(self), "set": dict(self.set)}
+
     def as_yaml(self) -> str:
         """A file that `--config` takes."""
-        plain = {**dataclasses.asdict(self), "set": dict(self.set)}
-        return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+        return yaml.safe_dump(self.as_dict(), sort_keys=False, allow_unicode=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,7 +280,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise UserError(f"the configuration {path} is not text") from None
     try:
         given = yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"the configuration {path} is not YAML: {' '.join(str(error).split())}") from None
     if given is None:
         return {}
@@ -289,7 +304,7 @@ def checked(given: Mapping[str, Any], source: str) -> dict[str, Any]:
 def _of_kind(name: str, value: Any, kinds: tuple[type, ...], source: str) -> Any:
     if name == "set":
         if not isinstance(value, Mapping):
-            raise UserError(f"set in {source} must be a mapping of name to value, not {value!r}")
+            raise UserError(f"set in {source} must be a mapping of name to value, not {reprlib.repr(value)}")
         return dict(value)
     if isinstance(value, kinds) and not (isinstance(value, bool) and bool not in kinds):
         return value
@@ -301,7 +316,7 @@ def _of_kind(name: str, value: Any, kinds: tuple[type, ...], source: str) -> Any
     if str in kinds and isinstance(value, os.PathLike):
         return os.fspath(value)
     expected = " or ".join(_KINDS[kind] for kind in kinds)
-    raise UserError(f"{name} in {source} must be {expected}, not {value!r}")
+    raise UserError(f"{name} in {source} must be {expected}, not {reprlib.repr(value)}")
 
 
 _KINDS = {

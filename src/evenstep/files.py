@@ -65,6 +65,15 @@ class RunFiles:
     def tensorboard(self) -> Path:
         return self.folder / "tensorboard"
 
+    @property
+    def owner(self) -> Path:
+        """Only where the run is kept elsewhere: which start of which run may write there."""
+        return self.folder / "owner.json"
+
+    def name_of(self, path: Path) -> str:
+        """How one of these files is called where the run is kept elsewhere."""
+        return path.relative_to(self.folder).as_posix()
+
     def weights(self, which: str) -> Path:
         """The `best` or the `last` weights, by name, whole, as safetensors."""
         return self.folder / "weights" / f"{which}.safetensors"

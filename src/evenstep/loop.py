@@ -1,5 +1,6 @@
 """The training: for each step take it; now and then report; at each epoch's end look how good the model is."""
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Collection
@@ -18,6 +19,7 @@ from evenstep.progress import Progress, Values, Window
 from evenstep.pulse import MOST, exact, paced
 from evenstep.records.recorder import Recorder
 from evenstep.step import Stepper
+from evenstep.weights import NotKept
 
 
 class Wishes(NamedTuple):
@@ -37,7 +39,7 @@ class Training:
     validate: Callable[[], Values]
     """The loss and metrics on the validation data; nothing where there is none."""
     keep_best: Callable[[], None]
-    """Keep the weights as they are now: they are the best so far."""
+    """Keep the weights as they are now: they are the best so far. NotKept where that cannot be."""
     snapshot: Callable[[Progress], None]
     """Keep all it takes to go on from here."""
     snapshot_every: int | None
@@ -62,15 +64,25 @@ def train(parts: Training, progress: Progress) -> bool:
         except Interrupted:
             parts.snapshot(progress)
             return False
+        before = dataclasses.replace(progress)
         improved = progress.measured(values, parts.score(values))
         parts.recorder.epoch(progress, improved)
         if improved:
-            parts.keep_best()
+            _keep_best(parts, progress, before)
         if progress.number == parts.max_steps or epoch - progress.best_epoch == parts.patience:
             break
         if epoch + 1 < parts.epochs:
             progress.next_epoch()
     return True
+
+
+def _keep_best(parts: Training, progress: Progress, before: Progress) -> None:
+    """Where they cannot be kept, what was the best still is: a full disk is no reason to end."""
+    try:
+        parts.keep_best()
+    except NotKept as error:
+        progress.without_best(before)
+        parts.recorder.say(f"the best weights are NOT kept: {error}; those of before still are")
 
 
 def _stopped_in_epoch(parts: Training, progress: Progress, tally: "Tally") -> bool:

@@ -94,10 +94,16 @@ def agreed(choose: Callable[[], T], place: World) -> T:
 
 def known(value: T | None, place: World) -> T | None:
     """What the first rank that knows it knows, on every rank."""
-    found: list[T | None] = [value] * place.size
+    return next((each for each in gathered(value, place) if each is not None), None)
+
+
+def gathered(value: T, place: World) -> list[T]:
+    """What each rank has, in rank order, on every rank."""
+    values: list[Any] = [value]
     if place.size > 1:
-        dist.all_gather_object(found, value)
-    return next((each for each in found if each is not None), None)
+        values *= place.size
+        dist.all_gather_object(values, value)
+    return values
 
 
 def board(place: World) -> Board:

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import random
 import traceback
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from evenstep import home, memory, strategies, weights
+from evenstep import home, keeping, memory, strategies, weights
 from evenstep.batches import Batches, Subset
 from evenstep.config import Config, Settled
 from evenstep.errors import UserError
@@ -26,20 +25,17 @@ from evenstep.order import hashing
 from evenstep.order.plan import Plan
 from evenstep.precision import HALF, stored
 from evenstep.progress import Values
-from evenstep.ranks import agreed, board, choose_device, together
+from evenstep.ranks import choose_device, together
 from evenstep.records.record import close_record, open_record
 from evenstep.records.recorder import Recorder
-from evenstep.snapshots.keeper import Keeper
-from evenstep.snapshots.restore import resume
-from evenstep.snapshots.saver import Saver
 from evenstep.snapshots.state import State
-from evenstep.snapshots.storage import Folder
 from evenstep.step import Stepper
 from evenstep.strategies.batchnorm import even
 from evenstep.strategies.strategy import Strategy
 from evenstep.tasks import catalog
 from evenstep.tasks.task import Optimizing, Task
 from evenstep.watch import stopping
+from evenstep.weights import NotKept
 from evenstep.world import World
 
 EVALUATED_AT_ONCE = 4  # times the samples a rank trains on at once: without gradients there is room
@@ -109,25 +105,26 @@ def train_here(run: Run, config: Settled, task: Task, place: World, device: torc
         data = Subset(data, config.sample, config.seed)
     plan = config.plan(len(data))
     epochs, steps = _length(config, plan)
-    score = Score(task.goal, ("loss", *task.metrics()))
+    score = _score(config, task)
     strategy = _strategy(config, task, place, device)
     stepper = _stepper(config, task, strategy, steps)
-    session = agreed(lambda: uuid.uuid4().hex, place)
     with contextlib.ExitStack() as opened:
         validation, test = (_measuring(config, task, strategy, opened, split) for split in ("validation", "test"))
         # all that can be wrong with what was asked for has shown by now: only then is there a run
         files = opened.enter_context(home.opened(found, functools.partial(make_folder, config), place))
-        facts = opened.enter_context(_recorded(files, config, plan, place, device, run.command))
+        start = keeping.begin(files, config, plan, epochs, place)
+        mirror = opened.enter_context(start.mirrored(config))
+        facts = opened.enter_context(_recorded(start, config, device, run.command))
         recorder = Recorder(
-            files, place, plan, session=session, steps=steps, epochs=epochs, log_every=config.log_every
+            files, place, plan, session=start.session, steps=steps, epochs=epochs, log_every=config.log_every
         )
         opened.enter_context(contextlib.closing(recorder))
         recorder.opened(config, strategy.parameters, str(device))
-        state = State(model=strategy.model, optimizer=stepper.optimizer, scaler=stepper.scaler)
-        progress = resume(state, Folder(files.snapshots), place, device, recorder)
-        progress.session = session
-        saver = Saver(state, Folder(files.snapshots), board(place), place, keep=config.keep)
-        keeper = Keeper(saver, device, minutes=config.snapshot_minutes, report=recorder.snapshot)
+        state = State(strategy=strategy, optimizer=stepper.optimizer, scaler=stepper.scaler)
+        progress = start.go_on(state, recorder)
+        progress.session = start.session
+        keeper = start.keeper(state, config, mirror, recorder, progress)
+        facts["snapshots"] = keeper.counts
         stop_wished = functools.partial(_stop_wished, files)
         batches = _batches(config, task, data, plan, strategy, augment_seed=config.seed)
         parts = Training(
@@ -147,11 +144,9 @@ def train_here(run: Run, config: Settled, task: Task, place: World, device: torc
         with stopping.listening():
             tested = None
             if train(parts, progress):
-                weights.keep(strategy, files.weights("last"))
+                _keep_last(strategy, files)
                 tested = _test_best(test, stop_wished, strategy, files)
-                if tested is None:
-                    keeper.take(progress)
-            keeper.finish()
+            keeper.finish(progress if tested is None else None)
         facts |= {"parameters": strategy.parameters, **progress.outcome()}
         if tested is None:
             facts["state"] = "stopped"
@@ -165,21 +160,24 @@ def train_here(run: Run, config: Settled, task: Task, place: World, device: torc
 
 @contextlib.contextmanager
 def _recorded(
-    files: RunFiles, config: Settled, plan: Plan, place: World, device: torch.device, command: Sequence[str]
+    start: keeping.Start, config: Settled, device: torch.device, command: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
     """The record of a run from its start to its end, however it ends; rank 0 writes it."""
     facts: dict[str, Any] = {}
+    files, place = start.home.files, start.home.place
     if not place.leads:
         yield facts
         return
     if not files.config.exists():
         write_text(files.config, config.as_yaml())
-    open_record(files, config, plan, place, str(device), command)
+    open_record(files, start.run, config, start.plan, place, str(device), command)
     try:
         yield facts
     except BaseException as error:
         state = "stopped" if isinstance(error, KeyboardInterrupt | stopping.Stopped) else "failed"
-        close_record(files, state, error="".join(traceback.format_exception(error)))
+        with contextlib.suppress(OSError):  # a full disk may be why it ends; the reason is what counts
+            told = "".join(traceback.format_exception(error))
+            close_record(files, state, error=told, snapshots=facts.get("snapshots"))
         raise
     close_record(files, **{"state": "finished", **facts})
 
@@ -197,6 +195,13 @@ def _evaluate(config: Settled, task: Task, kept: Path, split: str, place: World,
         if measure is None:
             raise UserError(f"{config.task} has no {split} data")
         return measure(lambda: False)
+
+
+def _keep_last(strategy: Strategy, files: RunFiles) -> None:
+    try:
+        weights.keep(strategy, files.weights("last"))
+    except NotKept as error:
+        raise UserError(f"the last weights could not be kept: {error}; see to that, then resume the run") from None
 
 
 def _test_best(
@@ -271,6 +276,13 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
     np.random.seed(seed % (1 << 32))
     random.seed(seed)
+
+
+def _score(config: Settled, task: Task) -> Score:
+    """What makes a validation the best one."""
+    if config.best is not None and task.data("validation") is None:
+        raise UserError(f"{config.task} has no validation data to say what is best: leave --best out")
+    return Score(config.best or task.goal, ("loss", *task.metrics()))
 
 
 def _stepper(config: Settled, task: Task, strategy: Strategy, steps: int) -> Stepper:

@@ -115,6 +115,11 @@ def attempt() -> str:
     return os.environ.get(_ATTEMPT, "0")
 
 
+def restarted() -> bool:
+    """Whether the launcher has started these ranks before, in this run of it."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
 def _number(name: str, default: str = "") -> int:
     text = os.environ.get(name, default)
     if not text.isdecimal():

@@ -3,8 +3,10 @@
 `instant`: something happened.  `span`: something took time.  `scalar`: values of something, one per step.
 """
 
+import contextlib
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from io import FileIO
@@ -17,12 +19,14 @@ LONGEST = 1 << 20  # bytes: no line comes near it
 
 
 class Events:
-    """Writes one rank's events. A line is whole or absent: it goes to the file in one write."""
+    """Writes one rank's events, each as it happens; what a full disk does not take waits until it does."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a+b", buffering=0)
         _drop_half_a_line(self._file)
+        self._waiting = bytearray()
+        self._lock = threading.Lock()
 
     def instant(self, name: str, **facts: Any) -> None:
         """Something happened."""
@@ -39,9 +43,21 @@ class Events:
         )
 
     def _write(self, event: dict[str, Any]) -> None:
-        self._file.write((json.dumps({"time": round(time.time(), 6), **event}) + "\n").encode())
+        line = (json.dumps({"time": round(time.time(), 6), **event}) + "\n").encode()
+        with self._lock:
+            self._waiting += line
+        with contextlib.suppress(OSError):  # whoever needs them to be there asks
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what still waits; OSError where that cannot be."""
+        with self._lock:
+            while self._waiting:
+                del self._waiting[: self._file.write(self._waiting)]
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.flush()
         self._file.close()
 
     def __enter__(self) -> Self:

@@ -7,6 +7,7 @@ import os
 import platform
 import socket
 import subprocess
+import uuid
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
@@ -30,8 +31,13 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
+def identity(files: RunFiles) -> str:
+    """What tells this run from all others, also those of its name; a new one where there is no record yet."""
+    return str(read(files).get("run")) if files.record.is_file() else uuid.uuid4().hex
+
+
 def open_record(
-    files: RunFiles, config: Config, plan: Plan, place: World, device: str, command: Sequence[str]
+    files: RunFiles, run: str, config: Config, plan: Plan, place: World, device: str, command: Sequence[str]
 ) -> None:
     """Write the record of a run that starts now in this process, or that goes on in it."""
     now_here = {
@@ -46,6 +52,7 @@ def open_record(
         return
     started = {
         **now_here,
+        "run": run,
         "task": config.task,
         "model": config.model,
         "strategy": config.strategy,

@@ -14,6 +14,7 @@ from evenstep.order.plan import Plan
 from evenstep.progress import Progress, Window
 from evenstep.records.events import Events
 from evenstep.records.screen import Screen, in_words
+from evenstep.snapshots.mirror import Sent
 from evenstep.snapshots.saver import Saved
 from evenstep.world import World
 
@@ -35,6 +36,8 @@ class Recorder:
         self.screen: Screen | None = None
         self.curves: SummaryWriter | None = None
         self._undrawn: list[float] = []
+        self._silent = False
+        """Of what is not sent the first time is told, and the last."""
         if world.leads:
             self.curves = _curves(files)
             self.screen = Screen(Console(), steps, epochs)
@@ -106,8 +109,8 @@ class Recorder:
                 if isinstance(value, int | float):
                     self.curves.add_scalar(f"{split}/{name}", value, number)
 
-    def resumed(self, progress: Progress, snapshot: str) -> None:
-        """The training goes on from a snapshot."""
+    def resumed(self, progress: Progress, snapshot: str | None) -> None:
+        """The training goes on from a snapshot, or begins again where there is none."""
         self.events.instant(
             "resumed",
             session=self.session,
@@ -117,13 +120,31 @@ class Recorder:
             step=progress.step,
             number=progress.number,
         )
-        self.say(f"resumed from {snapshot}: epoch {progress.epoch + 1}, after {progress.step:,} of its steps")
+        if snapshot is None:
+            self.say("there is no snapshot to go on from: the training begins again")
+        else:
+            self.say(f"resumed from {snapshot}: epoch {progress.epoch + 1}, after {progress.step:,} of its steps")
 
-    def snapshot(self, saved: Saved) -> None:
+    def saved(self, saved: Saved) -> None:
         """A snapshot was taken, or was not."""
         self.events.instant("saved", **dataclasses.asdict(saved))
         if saved.error:
-            self.say(f"snapshot {saved.snapshot} FAILED: {saved.error}; the training goes on")
+            self.say(f"snapshot {saved.snapshot} FAILED: {saved.error}")
+        if saved.left:
+            self.say(f"older snapshots than {saved.snapshot} could NOT be taken away: {saved.left}")
+
+    def sent(self, sent: Sent, address: str) -> None:
+        """A snapshot was sent to where the run is kept too, or was not."""
+        self.events.instant("sent", **dataclasses.asdict(sent))
+        if sent.error and not self._silent:
+            self.say(f"{sent.snapshot or 'the record'} is NOT in {address} yet: {sent.error}; it is tried again")
+        elif self._silent and not sent.error:
+            self.say(f"{address} takes what is sent again")
+        self._silent = bool(sent.error)
+
+    def flush(self) -> None:
+        """Make sure that the events so far are written; OSError where they cannot be."""
+        self.events.flush()
 
     def finished(self, progress: Progress, test: Mapping[str, Any]) -> None:
         """The training has come to its end."""

@@ -174,9 +174,9 @@ def _audit(run: str, runs: str) -> None:
     from evenstep.records.audit import audit
     from evenstep.records.screen import audited
 
-    epochs = audit(find_run(run, Path(runs)))
-    audited(epochs)
-    if not all(epoch.sound for epoch in epochs):
+    found = audit(find_run(run, Path(runs)))
+    audited(found)
+    if not found.sound:
         sys.exit(1)
 
 

@@ -1,10 +1,11 @@
 """`evenstep.train` and its relatives: what the command line does, for Python."""
 
+import contextlib
 import functools
 import shutil
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,14 +16,17 @@ from safetensors.torch import load_file
 from evenstep import world
 from evenstep.config import Config, checked, read_yaml
 from evenstep.errors import UserError, unknown
-from evenstep.files import RunFiles, find_run, replacing
+from evenstep.files import RunFiles, find_run, locked, replacing
 from evenstep.launch import local
+from evenstep.launch.blame import UNGUARDED, Failure, RankFailed, leave_if_read_again
 from evenstep.progress import Values
 from evenstep.records import record
-from evenstep.records.events import losses_of
+from evenstep.records.events import Events, losses_of
 from evenstep.tasks import catalog, files
 from evenstep.tasks.task import Task
 from evenstep.training import Run, load_task, make_folder, run_evaluation, run_training
+from evenstep.watch import stopping
+from evenstep.watch.stopping import Stopped
 from evenstep.world import Meeting, World
 
 T = TypeVar("T")
@@ -37,8 +41,6 @@ class Result:
     """A run that has ended, as its folder tells it."""
 
     folder: Path
-    stopped: bool = False
-    """Somebody wished it to stop before its end; `evenstep resume` goes on with it."""
 
     @property
     def record(self) -> dict[str, Any]:
@@ -58,9 +60,9 @@ class Result:
 
 def train(task: Task, **options: Any) -> Result:
     """Train a task; the options are those of `evenstep train`, with underscores."""
-    local.leave_if_read_again()
+    leave_if_read_again()
     if files.loading() is not None:
-        raise UserError(local.UNGUARDED)
+        raise UserError(UNGUARDED)
     for name in ("task", "model", "set", "data"):
         if name in options:
             raise UserError(f"{name} belongs to the task: give it to {type(task).__name__}(...)")
@@ -78,22 +80,12 @@ def train(task: Task, **options: Any) -> Result:
 def train_config(config: Config, command: Sequence[str]) -> Result:
     """Train what the options name, in as many processes as they say."""
     load_task(config)  # what is wrong with it is said before any process starts
-    place, meeting = world.from_launcher(), _meeting(config)
-    ours = place is None and (meeting is None or meeting.node == 0)
-    with local.stoppable():
-        return _train(config, command, make_folder(config) if ours else None)
-
-
-def _train(config: Config, command: Sequence[str], folder: Path | None) -> Result:
-    """Train in a folder, or in one that rank 0 makes."""
-    run = Run(config=config, command=command, folder=folder)
-    with local.stoppable():
-        try:
-            return Result(*_start(functools.partial(run_training, run), config, _restarts(config)))
-        except BaseException as error:
-            if folder is not None:
-                _close_folder(RunFiles(folder), error)
-            raise
+    makes_it = world.from_launcher() is None and _leads(config)
+    with stopping.interruptible(), contextlib.ExitStack() as held:
+        folder = make_folder(config) if makes_it else None
+        if folder is not None:
+            held.enter_context(locked(RunFiles(folder)))
+        return _train(config, command, folder, folder)
 
 
 def resume(run: str | Path, *, runs: str = "runs", **options: Any) -> Result:
@@ -102,17 +94,50 @@ def resume(run: str | Path, *, runs: str = "runs", **options: Any) -> Result:
     What decides the result, the options of the run, stays as it was; where it computes may change.
     """
     found = find_run(run, Path(runs))
-    told = record.read(found)
-    if told["state"] == "finished":
-        raise UserError(f"{found.folder} has finished: there is nothing to go on with")
-    if told["state"] == "running":
-        raise UserError(f"{found.folder} is running (pid {told['process']['pid']} on {told['process']['host']})")
     kept = read_yaml(found.config)
     if not {"procs", "nodes", "strategy"}.isdisjoint(options):
         kept["strategy"] = None
     config = Config(**{**kept, **checked(options, "evenstep.resume()")})
-    found.stop.unlink(missing_ok=True)
-    return _train(config, sys.argv, found.folder)
+    if not _leads(config):
+        return _train(config, sys.argv, found.folder if world.from_launcher() else None, None)
+    with stopping.interruptible(), _for_us_alone(found):
+        found.stop.unlink(missing_ok=True)
+        return _train(config, sys.argv, found.folder, found.folder)
+
+
+@contextlib.contextmanager
+def _for_us_alone(run: RunFiles) -> Iterator[None]:
+    """A run that has not finished, and that nobody else trains."""
+    told = record.read(run)
+    where = f"pid {told['process']['pid']} on {told['process']['host']}"
+    with contextlib.ExitStack() as held:
+        try:
+            sure = held.enter_context(locked(run))
+        except UserError:
+            raise UserError(f"{run.folder} is running ({where}), or about to") from None
+        told = record.read(run)
+        if told["state"] == "finished":
+            raise UserError(f"{run.folder} has finished: there is nothing to go on with")
+        if told["state"] == "running" and not sure:
+            raise UserError(f"{run.folder} is running ({where}), as far as can be told from here")
+        yield
+
+
+def _train(config: Config, command: Sequence[str], folder: Path | None, ours: Path | None) -> Result:
+    """Train in a folder, or in one that another process of this run knows or makes; see to ours."""
+    entry = functools.partial(run_training, Run(config=config, command=command, folder=folder))
+    with stopping.interruptible():
+        try:
+            ended = _start(entry, config, _restarts(config), functools.partial(_note_loss, ours))
+        except BaseException as error:
+            if ours is not None:
+                _close_folder(RunFiles(ours), error)
+            if isinstance(error, Stopped) and error.code:
+                raise Stopped(f"{error}; to go on: evenstep resume {ours}" if ours else str(error)) from None
+            raise
+    if ended.stopped:
+        raise Stopped()
+    return Result(ended.folder)
 
 
 def evaluate(
@@ -127,7 +152,7 @@ def evaluate(
     if split not in SPLITS:
         raise unknown("split", split, SPLITS)
     path = _weights(found, weights)
-    with local.stoppable():
+    with stopping.interruptible():
         return _start(functools.partial(run_evaluation, config, path, split), config)
 
 
@@ -154,25 +179,38 @@ def _weights(found: RunFiles, which: str) -> Path:
     return found.weights(which)
 
 
-def _start(entry: Callable[[World], T], config: Config, restarts: int = 0) -> T:
+def _start(
+    entry: Callable[[World], T],
+    config: Config,
+    restarts: int = 0,
+    tell: Callable[[Failure], None] = lambda _: None,
+) -> T:
     """Run as the rank that a launcher made this process, or alone, or in processes of our own."""
     place = world.from_launcher()
     if place is not None:
         return entry(place)
-    if config.procs * config.nodes == 1 and not restarts:
+    if not config.several and not restarts:
         return entry(world.alone())
-    return local.launch(entry, config.procs, nodes=config.nodes, meeting=_meeting(config), restarts=restarts)
+    return local.launch(
+        entry, config.procs, nodes=config.node_range, meeting=_meeting(config), restarts=restarts, tell=tell
+    )
 
 
 def _restarts(config: Config) -> int:
     """A process that is alone is watched by another one only where restarts are asked for."""
-    several = config.procs * config.nodes > 1
-    return RESTARTS * several if config.max_restarts is None else config.max_restarts
+    return RESTARTS * config.several if config.max_restarts is None else config.max_restarts
+
+
+def _leads(config: Config) -> bool:
+    """Whether this process sees to what is common to all: as rank 0, or as what starts it."""
+    place, meeting = world.from_launcher(), _meeting(config)
+    return place.leads if place is not None else meeting is None or meeting.node == 0
 
 
 def _meeting(config: Config) -> Meeting | None:
     """Where this node meets the others; None where there is one only."""
-    if config.nodes == 1:
+    least, most = config.node_range
+    if most == 1:
         return None
     found = world.meeting()
     if found is None:
@@ -180,14 +218,22 @@ def _meeting(config: Config) -> Meeting | None:
             f"--nodes {config.nodes}: run the same line on each, with MASTER_ADDR and MASTER_PORT (an address "
             "of the first node, and a free port there) and NODE_RANK (0, 1, ...) set"
         )
-    if found.world not in (None, config.nodes, config.nodes * config.procs):
+    count = " to ".join(str(nodes * config.procs) for nodes in sorted({least, most}))
+    if found.world not in (None, *range(least, most + 1), *range(least * config.procs, most * config.procs + 1)):
         raise UserError(
             f"WORLD_SIZE is {found.world}, but --nodes {config.nodes} of --procs {config.procs} "
-            f"make {config.nodes * config.procs} processes"
+            f"make {count} processes"
         )
-    if found.node >= config.nodes:
-        raise UserError(f"NODE_RANK is {found.node}, but --nodes {config.nodes} are 0 to {config.nodes - 1}")
+    if least == most <= found.node:
+        raise UserError(f"NODE_RANK is {found.node}, but --nodes {config.nodes} are 0 to {most - 1}")
     return found
+
+
+def _note_loss(folder: Path | None, failure: Failure) -> None:
+    """Keep with the run that a rank was lost, and that all were started again."""
+    if folder is not None:
+        with Events(RunFiles(folder).launcher_events(0)) as events:
+            events.instant("lost", **failure.as_dict())
 
 
 def _close_folder(run: RunFiles, error: BaseException) -> None:
@@ -195,11 +241,13 @@ def _close_folder(run: RunFiles, error: BaseException) -> None:
     if not run.record.is_file():
         shutil.rmtree(run.folder)
         return
-    failed = error if isinstance(error, local.RankFailed) else error.__cause__
-    if isinstance(failed, local.RankFailed):
+    failed = error if isinstance(error, RankFailed) else error.__cause__
+    if isinstance(failed, RankFailed):
         culprit = failed.culprit
         record.close_record(run, "failed", error=f"{culprit.trace}{failed}", rank=culprit.rank)
-    elif isinstance(error, KeyboardInterrupt | local.Stopped):
+    elif record.read(run)["state"] != "running":
+        return
+    elif isinstance(error, KeyboardInterrupt | Stopped):
         record.close_record(run, "stopped", error=str(error) or "stopped by SIGINT")
-    elif record.read(run)["state"] == "running":
+    else:
         record.close_record(run, "failed", error="".join(traceback.format_exception(error)))

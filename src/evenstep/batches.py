@@ -106,6 +106,7 @@ class Batches:
         self.dtype = dtype
         self.gathers = hasattr(data, "gather")
         self._loader: DataLoader[Any] | None = None
+        self._readers: set[Any] = set()
 
     def steps(self, epoch: int) -> int:
         """Global steps in an epoch."""
@@ -138,13 +139,21 @@ class Batches:
 
         assert isinstance(self._loader.batch_sampler, _Sampler)
         self._loader.batch_sampler.next = drawn()
+        before = set(multiprocessing.active_children())
         arrived = iter(self._loader)
+        self._readers |= set(multiprocessing.active_children()) - before
         for batch in arrived:
             share, parts = waiting.pop(0)
             micros = self._rest(batch, arrived, parts, epoch)
             yield Step(micros, len(parts), share.total, share.digest)
             for _ in micros:  # what the step left unread still has to be taken off the loader
                 pass
+
+    def close(self) -> None:
+        """End the loader's processes; one that is deep in a sample does not hold us up."""
+        for process in self._readers:
+            process.kill()
+        self._loader = None
 
     def _rest(self, first: Batch, arrived: Iterator[Batch], parts: list[Part], epoch: int) -> Iterator[Micro]:
         yield self._ready(first, parts[0], epoch)

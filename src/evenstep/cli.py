@@ -6,14 +6,11 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from evenstep import __version__, world
 from evenstep.errors import UserError
 from evenstep.options import Parser, add_options
-
-if TYPE_CHECKING:
-    from evenstep.api import Result
 
 ABOUT = "Train a PyTorch model on any number of processes, with the same result on each."
 
@@ -24,7 +21,8 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def _guarded(words: Sequence[str]) -> int:
-    from evenstep.launch.local import RankFailed, Stopped
+    from evenstep.launch.blame import RankFailed
+    from evenstep.watch.stopping import Stopped
 
     try:
         _as_rank(words) if world.from_launcher() is not None else _run(words)
@@ -35,7 +33,7 @@ def _guarded(words: Sequence[str]) -> int:
         sys.stderr.write(error.culprit.trace)
         return _say(str(error), 1)
     except Stopped as error:
-        return _say(str(error), 128 + error.signal)
+        return _say(error.why, error.code) if error.why else error.code
     except KeyboardInterrupt:
         return _say("stopped by SIGINT", 128 + signal.SIGINT)
     except BrokenPipeError:  # the reader of our output has left: nothing to say, and nobody to say it to
@@ -87,9 +85,19 @@ def make_parser() -> Parser:
     resume = _command(commands, "resume", _resume, "go on with a run that was stopped or killed")
     resume.add_argument("run", metavar="RUN", help="a run's folder, or its name")
     resume.add_argument("--procs", type=int, default=argparse.SUPPRESS, metavar="N", help="processes")
+    resume.add_argument(
+        "--nodes", default=argparse.SUPPRESS, metavar="N", help="machines, or from how many to how many: 1:4"
+    )
     resume.add_argument("--strategy", default=argparse.SUPPRESS, metavar="NAME", help="one, dp, ddp or fsdp")
     resume.add_argument("--device", default=argparse.SUPPRESS, metavar="NAME", help="auto, cpu, cuda or mps")
     resume.add_argument("--data", default=argparse.SUPPRESS, metavar="DIR", help="the folder of data sets")
+    resume.add_argument(
+        "--max-restarts",
+        type=int,
+        default=argparse.SUPPRESS,
+        metavar="N",
+        help="times that all ranks are started again",
+    )
     resume.add_argument("--runs", default="runs", metavar="DIR", help="the folder of runs")
 
     audit = _command(commands, "audit", _audit, "prove from a run's records that no sample was lost or repeated")
@@ -151,22 +159,14 @@ def _train(config: Path | None = None, **options: Any) -> None:
     _start_early(settings.procs)
     from evenstep import api
 
-    _again_if_stopped(api.train_config(settings, [Path(sys.argv[0]).name, *sys.argv[1:]]))
+    api.train_config(settings, [Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
 def _resume(run: str, runs: str, **options: Any) -> None:
     _start_early(options.get("procs", 1))
     from evenstep import api
 
-    _again_if_stopped(api.resume(run, runs=runs, **options))
-
-
-def _again_if_stopped(result: "Result") -> None:
-    """A run that stopped when asked wants to be resumed: the exit code says so to schedulers."""
-    from evenstep.watch.stopping import AGAIN
-
-    if result.stopped:
-        sys.exit(AGAIN)
+    api.resume(run, runs=runs, **options)
 
 
 def _audit(run: str, runs: str) -> None:

@@ -120,8 +120,8 @@ class Config:
     """one, dp, ddp or fsdp (default: one for a single process, else ddp)."""
     procs: int = 1
     """Processes on this machine."""
-    nodes: int = 1
-    """Machines; run the same command on each, with MASTER_ADDR, MASTER_PORT and NODE_RANK set."""
+    nodes: str | int = 1
+    """Machines (1:4 if they come and go); run this on each, with MASTER_ADDR, MASTER_PORT and NODE_RANK set."""
     device: str = "auto"
     """auto, cpu, cuda or mps."""
     workers: int = 0
@@ -152,7 +152,7 @@ class Config:
                 raise unknown(name, value, valid)
         for name in ("epochs", "sample", "max_steps", "patience", "batch_size", "global_batch", "micro_batch"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("block_size", "dealt_to", "procs", "nodes", "log_every", "snapshot_every", "keep"):
+        for name in ("block_size", "dealt_to", "procs", "log_every", "snapshot_every", "keep"):
             _at_least(name, getattr(self, name), 1)
         for name in (
             "lr",
@@ -169,7 +169,23 @@ class Config:
             raise UserError(f"clip must be above 0, not {self.clip}; leave it out for no clipping")
         if self.batch_size and self.global_batch:
             raise UserError("give --batch-size (per process) or --global-batch (over all processes), not both")
-        self._check_processes(self.procs * self.nodes)
+        self._check_processes(self.procs * self.node_range[1])
+
+    @property
+    def node_range(self) -> tuple[int, int]:
+        """How many nodes there have to be, and may be."""
+        least, elastic, most = str(self.nodes).partition(":")
+        numbers = (least, most if elastic else least)
+        if not all(number.isascii() and number.isdecimal() for number in numbers):
+            raise UserError(f"nodes must be a number, or a range such as 1:4, not {self.nodes}")
+        _at_least("nodes", int(least), 1)
+        _at_least(f"the most of nodes {self.nodes}", int(numbers[1]), int(least))
+        return int(least), int(numbers[1])
+
+    @property
+    def several(self) -> bool:
+        """Whether there may be more than one process."""
+        return self.procs * self.node_range[1] > 1
 
     def _check_processes(self, count: int) -> None:
         if self.strategy == "one" and count > 1:
@@ -190,7 +206,9 @@ class Config:
             settled["strategy"] = "one" if place.size == 1 else "ddp"
         if self.dealt_to is None:
             settled["dealt_to"] = place.size
-        settled["procs"], settled["nodes"] = place.local_size, place.size // place.local_size
+        settled["procs"] = place.local_size
+        if ":" not in str(self.nodes):
+            settled["nodes"] = place.size // place.local_size
         return Settled(**{**given, **settled})
 
     def as_yaml(self) -> str:
@@ -228,6 +246,15 @@ class Settled(Config):
         )
 
 
+class _Loader(yaml.SafeLoader):
+    """Plain values only, and 1:4 is a text, as it is on a command line: YAML counts it to the base of 60."""
+
+    def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
+        if kind is yaml.ScalarNode and ":" in value:
+            return self.DEFAULT_SCALAR_TAG
+        return super().resolve(kind, value, implicit)  # type: ignore[no-untyped-call]
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """The options in a YAML file, checked by name and kind."""
     try:
@@ -237,7 +264,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise UserError(f"the configuration {path} is not text") from None
     try:
-        given = yaml.safe_load(text)
+        given = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise UserError(f"the configuration {path} is not YAML: {' '.join(str(error).split())}") from None
     if given is None:

@@ -1,7 +1,7 @@
 """Validation and test: each sample once, over all ranks, in one forward pass."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -12,20 +12,34 @@ from evenstep import metrics as exact
 from evenstep.batches import Batches, Micro
 from evenstep.precision import computing
 from evenstep.progress import Values
+from evenstep.pulse import Stops
 from evenstep.strategies.strategy import Strategy
 from evenstep.tasks.task import Task
 
 
-def evaluate(batches: Batches, task: Task, strategy: Strategy, precision: str) -> Values:
+class Interrupted(Exception):
+    """Somebody wishes to stop before the evaluation has come to its end; all ranks leave it at the same batch."""
+
+
+def evaluate(
+    batches: Batches,
+    task: Task,
+    strategy: Strategy,
+    precision: str,
+    stop_wished: Callable[[], bool] = lambda: False,
+) -> Values:
     """The loss and the task's metrics over the data, the same on every rank."""
     strategy.settle()
     measured = _Measured(task, strategy.device)
     idle = _Measured(task, strategy.device)  # takes what a rank without samples computes to keep step
+    stops = Stops(stop_wished, strategy.device, strategy.world)
     with _evaluating(strategy), torch.no_grad(), computing(precision, strategy.device):
         for step in batches.epoch(0):
             for micro in step.micros:
                 strategy.count(micro.counts)
                 (measured if micro.counts else idle).take(task, _OnePass(strategy.called), micro)
+            if stops.wished():
+                raise Interrupted
     return exact.merged({"loss": measured.loss, **measured.metrics}, strategy.world)
 
 
@@ -35,10 +49,12 @@ def _evaluating(strategy: Strategy) -> Iterator[None]:
     strategy.count(True)
     before = [(part, part.training) for part in strategy.called.modules()]
     strategy.called.eval()
-    yield
-    strategy.called.train()
-    for part, training in before:
-        part.training = training
+    try:
+        yield
+    finally:
+        strategy.called.train()
+        for part, training in before:
+            part.training = training
 
 
 class _Measured:

@@ -1,6 +1,8 @@
 """The one place that names every file of a run, and the ways of writing that cannot be caught half-way."""
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import re
@@ -34,6 +36,16 @@ class RunFiles:
         """What happened, one JSON line each."""
         return self.folder / "events" / f"rank-{rank}.jsonl"
 
+    def all_events(self) -> dict[int, Path]:
+        """The events of all ranks there have been, by rank."""
+        paths = (self.folder / "events").glob("rank-*.jsonl")
+        found = {int(number): path for path in paths if (number := path.stem.removeprefix("rank-")).isdecimal()}
+        return dict(sorted(found.items()))
+
+    def launcher_events(self, node: int) -> Path:
+        """What happened to the ranks of a node, as the process that started them saw it."""
+        return self.folder / "events" / f"node-{node}.jsonl"
+
     @property
     def snapshots(self) -> Path:
         """A folder for each snapshot."""
@@ -43,6 +55,11 @@ class RunFiles:
     def stop(self) -> Path:
         """A file that asks the run to stop, by being there."""
         return self.folder / "stop"
+
+    @property
+    def lock(self) -> Path:
+        """Held by the one process that may train in this folder."""
+        return self.folder / "lock"
 
     @property
     def tensorboard(self) -> Path:
@@ -88,6 +105,23 @@ def is_file(path: Path) -> bool:
         return path.is_file()
     except OSError:  # too long, say
         return False
+
+
+@contextlib.contextmanager
+def locked(run: RunFiles) -> Iterator[bool]:
+    """Only one at a time trains in a folder; the lock is gone with whoever held it, however that ended. Some file
+    systems know no locks: whether it is one."""
+    sure = True
+    with run.lock.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{run.folder} is being trained in by another process") from None
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+                raise
+            sure = False
+        yield sure
 
 
 @contextlib.contextmanager

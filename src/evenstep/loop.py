@@ -12,13 +12,12 @@ from torch import Tensor
 
 from evenstep.batches import Batches, Step
 from evenstep.errors import UserError
+from evenstep.evaluation import Interrupted
 from evenstep.order.digest import Digest
 from evenstep.progress import Progress, Values, Window
+from evenstep.pulse import MOST, exact, paced
 from evenstep.records.recorder import Recorder
 from evenstep.step import Stepper
-
-PULSE = 0.5  # seconds between two moments at which the ranks compare notes
-MOST = 512  # steps between them at the most
 
 
 class Wishes(NamedTuple):
@@ -58,7 +57,11 @@ def train(parts: Training, progress: Progress) -> bool:
     for epoch in range(progress.epoch, parts.epochs):
         if _stopped_in_epoch(parts, progress, tally):
             return False
-        values = parts.validate()
+        try:
+            values = parts.validate()
+        except Interrupted:
+            parts.snapshot(progress)
+            return False
         improved = progress.measured(values, parts.score(values))
         parts.recorder.epoch(progress, improved)
         if improved:
@@ -106,8 +109,7 @@ class Tally:
     """
 
     def __init__(self, device: torch.device, world: int) -> None:
-        exact = torch.float32 if device.type == "mps" else torch.float64
-        self._notes = torch.zeros(3 + MOST, dtype=exact, device=device)
+        self._notes = torch.zeros(3 + MOST, dtype=exact(device), device=device)
         self._sums = self._notes[3:]
         self._totals: list[int] = []
         self._world = world
@@ -143,7 +145,7 @@ class Tally:
         seconds = time_of_all / self._world
         losses = [total / samples for total, samples in zip(sums, self._totals, strict=True)]
         window = Window(self._first, losses, list(self._totals), seconds, self._digest)
-        self._every = min(MOST, max(1, round(count * PULSE / max(seconds, 1e-9))))
+        self._every = paced(count, seconds)
         self._totals.clear()
         self._notes.zero_()
         self.begin(self._first + count)

@@ -32,6 +32,8 @@ class Window(NamedTuple):
 class Progress:
     """Grows with the training, the same on all ranks."""
 
+    session: str = ""
+    """The time between a start and the next in which it has come this far."""
     epoch: int = 0
     step: int = 0
     """Of the epoch, that comes next."""

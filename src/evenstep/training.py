@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from evenstep import strategies, weights
+from evenstep import home, strategies, weights
 from evenstep.batches import Batches, Subset
 from evenstep.config import Config, Settled
 from evenstep.errors import UserError
-from evenstep.evaluation import evaluate
+from evenstep.evaluation import Interrupted, evaluate
 from evenstep.files import RunFiles, new_run, write_text
 from evenstep.loop import Score, Training, Wishes, train
 from evenstep.optimizing import lr_factor, make_optimizer
@@ -94,6 +94,10 @@ def run_evaluation(config: Config, kept: Path, split: str, place: World) -> Valu
 
 def train_here(run: Run, config: Settled, task: Task, place: World, device: torch.device) -> Ended:
     """Train among ranks that have met."""
+    found = home.find(run.folder, place)
+    if found.folder is not None and found.state == "finished":  # one rank fell as all were about to leave
+        return Ended(found.folder, False)
+    config = found.settled(config)
     data = task.data("train")
     if config.sample is not None:
         data = Subset(data, config.sample, config.seed)
@@ -102,48 +106,57 @@ def train_here(run: Run, config: Settled, task: Task, place: World, device: torc
     score = Score(task.goal, ("loss", *task.metrics()))
     strategy = _strategy(config, task, place, device)
     stepper = _stepper(config, task, strategy, steps)
-    validate, test = (_measuring(config, task, strategy, split) for split in ("validation", "test"))
-    # all that can be wrong with what was asked for has shown by now: only then is there a run
-    files = RunFiles(agreed(lambda: run.folder or make_folder(config), place))
+    held_out = {split: task.data(split) for split in ("validation", "test")}
     session = agreed(lambda: uuid.uuid4().hex, place)
+    # all that can be wrong with what was asked for has shown by now: only then is there a run
     with (
+        home.opened(found, functools.partial(make_folder, config), place) as files,
         _recorded(files, config, plan, place, device, run.command) as facts,
         contextlib.closing(
             Recorder(files, place, plan, session=session, steps=steps, epochs=epochs, log_every=config.log_every)
         ) as recorder,
+        contextlib.ExitStack() as opened,
     ):
         recorder.opened(config, strategy.parameters, str(device))
         state = State(model=strategy.model, optimizer=stepper.optimizer, scaler=stepper.scaler)
         progress = resume(state, Folder(files.snapshots), place, device, recorder)
+        progress.session = session
         saver = Saver(state, Folder(files.snapshots), board(place), place, keep=config.keep)
         keeper = Keeper(saver, device, minutes=config.snapshot_minutes, report=recorder.snapshot)
+        measuring = functools.partial(_measuring, config, task, strategy, opened)
+        stop_wished = functools.partial(_stop_wished, files)
+        batches = _batches(config, task, data, plan, strategy, augment_seed=config.seed)
         parts = Training(
-            batches=_batches(config, task, data, plan, strategy, augment_seed=config.seed),
+            batches=opened.enter_context(contextlib.closing(batches)),
             stepper=stepper,
             recorder=recorder,
-            validate=validate or dict,
+            validate=measuring(held_out["validation"], stop_wished) or dict,
             keep_best=functools.partial(weights.keep, strategy, files.weights("best")),
             snapshot=keeper.take,
             snapshot_every=config.snapshot_every,
-            wishes=functools.partial(_wishes, keeper, files),
+            wishes=lambda: Wishes(stop=stop_wished(), snapshot=keeper.wished()),
             score=score,
             epochs=epochs,
             max_steps=config.max_steps,
             patience=config.patience,
         )
         with stopping.listening():
-            ended = train(parts, progress)
+            test = None
+            if train(parts, progress):
+                weights.keep(strategy, files.weights("last"))
+                test = _test_best(measuring(held_out["test"], stop_wished), strategy, files)
+                if test is None:
+                    keeper.take(progress)
             keeper.finish()
         facts |= {"parameters": strategy.parameters, **progress.outcome()}
-        if ended:
-            weights.keep(strategy, files.weights("last"))
-            facts["test"] = _of_best(test, strategy, files)
-            recorder.measured("test", progress.best_epoch, progress.number, facts["test"])
-            recorder.finished(progress, facts["test"])
-        else:
+        if test is None:
             facts["state"] = "stopped"
             recorder.stopped(progress)
-    return Ended(files.folder, not ended)
+        else:
+            facts["test"] = test
+            recorder.measured("test", progress.best_epoch, progress.number, test)
+            recorder.finished(progress, test)
+    return Ended(files.folder, test is None)
 
 
 @contextlib.contextmanager
@@ -161,43 +174,55 @@ def _recorded(
     try:
         yield facts
     except BaseException as error:
-        state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+        state = "stopped" if isinstance(error, KeyboardInterrupt | stopping.Stopped) else "failed"
         close_record(files, state, error="".join(traceback.format_exception(error)))
         raise
     close_record(files, **{"state": "finished", **facts})
 
 
-def _wishes(keeper: Keeper, files: RunFiles) -> Wishes:
-    """What this rank would like to happen at the next step that suits all."""
-    return Wishes(stop=stopping.requested() or files.stop.exists(), snapshot=keeper.wished())
+def _stop_wished(files: RunFiles) -> bool:
+    """Whether somebody has asked this rank to stop, or the run."""
+    return stopping.requested() is not None or files.stop.exists()
 
 
 def _evaluate(config: Settled, task: Task, kept: Path, split: str, place: World, device: torch.device) -> Values:
     strategy = _strategy(config, task, place, device)
     weights.take(strategy, kept)
-    measure = _measuring(config, task, strategy, split)
-    if measure is None:
-        raise UserError(f"{config.task} has no {split} data")
-    return measure()
+    with contextlib.ExitStack() as opened:
+        measure = _measuring(config, task, strategy, opened, task.data(split))
+        if measure is None:
+            raise UserError(f"{config.task} has no {split} data")
+        return measure()
 
 
-def _of_best(measure: Callable[[], Values] | None, strategy: Strategy, files: RunFiles) -> Values:
-    """What the best weights come to; nothing where there is no data for it."""
+def _test_best(measure: Callable[[], Values] | None, strategy: Strategy, files: RunFiles) -> Values | None:
+    """What the best weights are worth; None if somebody wished to stop before that was clear."""
     if measure is None:
         return {}
     weights.take(strategy, files.weights("best"))
-    return measure()
+    try:
+        return measure()
+    except Interrupted:
+        weights.take(strategy, files.weights("last"))
+        return None
 
 
-def _measuring(config: Settled, task: Task, strategy: Strategy, split: str) -> Callable[[], Values] | None:
-    """What measures the model as it is on a split; None where the task has no such data."""
-    data = task.data(split)
+def _measuring(
+    config: Settled,
+    task: Task,
+    strategy: Strategy,
+    opened: contextlib.ExitStack,
+    data: Any,
+    stop_wished: Callable[[], bool] = lambda: False,
+) -> Callable[[], Values] | None:
+    """What measures the model as it is on the samples of a split; None where the task has none."""
     if data is None:
         return None
     at_once = EVALUATED_AT_ONCE * (config.micro_batch or -(-config.global_batch // strategy.world))
     plan = Plan(size=len(data), global_batch=at_once * strategy.world, policy="sequential")
     batches = _batches(config, task, data, plan, strategy, augment_seed=None)
-    return functools.partial(evaluate, batches, task, strategy, config.precision)
+    opened.enter_context(contextlib.closing(batches))
+    return functools.partial(evaluate, batches, task, strategy, config.precision, stop_wished)
 
 
 def _batches(

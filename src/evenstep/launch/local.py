@@ -1,101 +1,30 @@
-"""Ranks on this machine, under torch's elastic agent, started by a forkserver that has torch loaded.
-
-Each rank writes a report when it fails, before anything else can happen to it; from these reports and from
-how the processes ended follows who failed first, and why.
-"""
+"""Ranks on this machine, under torch's elastic agent, started by a forkserver that has torch loaded."""
 
 import contextlib
-import dataclasses
-import json
-import multiprocessing
 import os
-import signal
-import socket
 import sys
 import tempfile
-import threading
 import time
-import traceback
-import uuid
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from evenstep import leash, world
-from evenstep.errors import UserError
+from evenstep.launch.blame import Failure, failed, report
+from evenstep.watch import stopping
+from evenstep.watch.stopping import Stopped
 from evenstep.world import Meeting, Surroundings, World
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.rendezvous import RendezvousHandler
-
-    from evenstep.launch.agent import Ended
+    from evenstep.launch.agent import Agent
+    from evenstep.launch.judge import Judge
+    from evenstep.launch.nodes import Nodes
 
 T = TypeVar("T")
 
 PRELOADED = ("evenstep.training",)
 FAILED = 1
-INTERVAL = 0.1  # seconds between two looks at the ranks
-NODES_COME_WITHIN = 900  # seconds from the first to the last
-VICTIMS_WAIT = 10 * INTERVAL  # so that the look finds the rank that went first
-ONE_STOP = 3.0  # seconds in which further signals do not break off what the first one set going
-LOST_PEER = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Connection refused",
-    "Connection was likely closed",
-    "Broken pipe",
-    "ncclRemoteError",
-)
-
-
-UNGUARDED = (
-    "this script is being read by another process to find the task in it, and would start the training again: "
-    'put evenstep.train(...) under  if __name__ == "__main__":'
-)
-READ_AGAIN = 78  # the exit code of such a process: a configuration error, as sysexits.h has it
-
-
-class RankFailed(Exception):
-    """A rank came to an end that it should not have: which, and why."""
-
-    def __init__(self, culprit: "Failure") -> None:
-        super().__init__(culprit.sentence)
-        self.culprit = culprit
-        if culprit.trace:  # to be seen where nobody catches it
-            self.add_note(culprit.trace.rstrip())
-
-
-class Stopped(SystemExit):
-    """A signal ended the run; left to itself, the program exits as shells expect it to."""
-
-    def __init__(self, by: signal.Signals) -> None:
-        super().__init__(128 + by)
-        self.signal = by
-
-    def __str__(self) -> str:
-        return f"stopped by {self.signal.name}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Failure:
-    """How one rank came to an end."""
-
-    rank: int
-    host: str
-    pid: int
-    time: float
-    what: str
-    trace: str = ""
-    users: bool = False
-    """It is the user's to mend, and `what` says how."""
-    victim: bool = False
-    """This rank only found that another one had gone."""
-
-    @property
-    def sentence(self) -> str:
-        """Who, where, what."""
-        return f"rank {self.rank} on {self.host} (pid {self.pid}) {self.what}"
+VICTIMS_WAIT = 1.0  # seconds, so that the agent finds the rank that went first
 
 
 def preload() -> None:
@@ -104,225 +33,80 @@ def preload() -> None:
 
 
 def launch(
-    entry: Callable[[World], T], procs: int, *, nodes: int = 1, meeting: Meeting | None = None, restarts: int = 0
+    entry: Callable[[World], T],
+    procs: int,
+    *,
+    nodes: tuple[int, int] = (1, 1),
+    meeting: Meeting | None = None,
+    restarts: int = 0,
+    tell: Callable[[Failure], None] = lambda _: None,
 ) -> T:
-    """Run `entry` in so many processes; what the first of them returned.
+    """Run `entry` in so many processes on each node; what the first of this node's returned.
 
-    When a rank is killed or fails, all are started again, so many times: `entry` has to find out how far it was.
+    When a rank is killed or fails, all are started again, so many times, and when a node comes or goes: `entry`
+    has to find out how far it was. What asks this process to stop is handed on to the ranks as SIGTERM.
     """
     preload()
-    from torch.distributed.elastic.rendezvous import RendezvousError
+    from evenstep.launch.agent import Agent, quiet
+    from evenstep.launch.judge import Judge
+    from evenstep.launch.nodes import Count, gathered
 
-    from evenstep.launch.agent import quiet
-
-    with quiet(), tempfile.TemporaryDirectory(prefix="evenstep-", ignore_cleanup_errors=True) as reports:
-        try:
-            returned, ended = _run(entry, procs, nodes, meeting, reports, restarts)
-        except RendezvousError as error:
-            if meeting is None:
-                raise
-            raise UserError(_no_meeting(nodes, meeting, error)) from None
-        if ended:
-            failed = RankFailed(_culprit(Path(reports), ended))
-            if failed.culprit.users:
-                raise UserError(failed.culprit.what) from failed
-            raise failed
-    return returned[min(returned)]
-
-
-def _run(
-    entry: Callable[[World], T], procs: int, nodes: int, meeting: Meeting | None, reports: str, restarts: int
-) -> "tuple[Mapping[int, T], Mapping[int, Ended]]":
-    """What the ranks of this machine returned, or how those ended that did not."""
-    from evenstep.launch.agent import Agent
-
-    rendezvous = _rendezvous(nodes, meeting)
-    agent = Agent(
-        _rank,
-        entry,
-        reports,
-        world.surroundings(),
-        procs=procs,
-        rendezvous=rendezvous,
-        local_addr="localhost" if meeting is None else None,
-        logs=reports,
-        interval=INTERVAL,
-        restarts=restarts,
-        again=Judge(Path(reports)).again,
-        node=None if meeting is None else meeting.node,
-    )
-    try:
+    with (
+        quiet(),
+        stopping.listening(),
+        tempfile.TemporaryDirectory(prefix="evenstep-", ignore_cleanup_errors=True) as folder,
+        gathered(Count(*nodes), meeting) as there,
+    ):
+        judge = Judge(Path(folder), there.board, alone=meeting is None, tell=tell)
+        agent = Agent(
+            _rank,
+            entry,
+            folder,
+            world.surroundings(),
+            procs=procs,
+            nodes=there,
+            logs=folder,
+            restarts=restarts,
+            again=judge.again,
+        )
         result = agent.run()
-    finally:
-        rendezvous.shutdown()
-    return result.return_values, agent.ended if result.is_failed() else {}
+        if result is None:
+            raise Stopped("the run has ended without need of this node", 0)
+        if result.is_failed():
+            raise _why(agent, judge, there)
+    returned: T = result.return_values[min(result.return_values)]
+    return returned
 
 
-def _rendezvous(nodes: int, meeting: Meeting | None) -> "RendezvousHandler":
-    """Where the nodes' agents find each other."""
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
-    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
-
-    parameters = RendezvousParameters(
-        backend="c10d",
-        endpoint="localhost:0" if meeting is None else f"{meeting.address}:{meeting.port}",
-        run_id=uuid.uuid4().hex if meeting is None else "evenstep",
-        min_nodes=nodes,
-        max_nodes=nodes,
-        local_addr="localhost" if meeting is None else None,
-        timeout=NODES_COME_WITHIN,
-        # by itself torch hosts only where the host's name leads to the address; the first node knows better
-        **({} if meeting is None else {"is_host": meeting.node == 0}),
-    )
-    return get_rendezvous_handler(parameters)
-
-
-def _no_meeting(nodes: int, meeting: Meeting, error: Exception) -> str:
-    why = _first_line(error.__cause__ or error) or type(error).__name__
-    return (
-        f"node {meeting.node} of {nodes} met no other at {meeting.address}:{meeting.port} ({why}); is MASTER_ADDR "
-        "the first node's, MASTER_PORT free there and open to the others, and does the same line run on each?"
-    )
+def _why(agent: "Agent", judge: "Judge", nodes: "Nodes") -> BaseException:
+    """Why the ranks have ended before their time."""
+    culprit, asked = judge.culprit(agent.attempt, agent.ended), stopping.requested()
+    if asked and (culprit is None or culprit.victim or not culprit.trace):
+        return Stopped.by(asked)
+    if culprit is None:
+        return Stopped("another node is gone without a word")
+    nodes.tell({"failure": culprit.as_dict()})
+    return failed(culprit)
 
 
 # In each rank
 
 
-def leave_if_read_again() -> None:
-    """End a process that came to start a training while it was still reading the script it is to work for."""
-    if getattr(multiprocessing.current_process(), "_inheriting", False):  # so multiprocessing marks it
-        sys.stderr.write(f"evenstep: {UNGUARDED}\n")
-        sys.stderr.flush()
-        os._exit(READ_AGAIN)  # a forkserver makes 1 of any other way out
-
-
-def _rank(entry: Callable[[World], T], reports: str, surroundings: Surroundings) -> T:
+def _rank(entry: Callable[[World], T], reports: str, surroundings: Surroundings, attempt: str) -> T:
     """What each process runs."""
     leash.hold(Path(reports))
     leash.die_by_signals()
     place = world.from_launcher()
     assert place is not None
     try:
-        surroundings.enter()
+        surroundings.enter(attempt)
         return entry(place)
     except BaseException as error:
-        failure = _failure(place, error)
+        victim = False
         with contextlib.suppress(OSError):  # without a report, how the process ends is told
-            _report(Path(reports), failure)
+            victim = report(Path(reports), place, error).victim
         sys.stdout.flush()
         sys.stderr.flush()
-        if failure.victim:
+        if victim:
             time.sleep(VICTIMS_WAIT)
         os._exit(FAILED)  # at once: others wait for this rank in collectives, and threads of torch's in it
-
-
-def _failure(place: World, error: BaseException) -> Failure:
-    users = isinstance(error, UserError)
-    return Failure(
-        rank=place.rank,
-        host=place.host,
-        pid=os.getpid(),
-        time=time.time(),
-        what=str(error) if users else f"failed with {type(error).__name__}: {_first_line(error)}",
-        trace="".join(traceback.format_exception(error)),
-        users=users,
-        victim=isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_PEER),
-    )
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]
-
-
-def _report(reports: Path, failure: Failure) -> None:
-    # a half-written report is never read: it has its name only when it is whole
-    unfinished = reports / f"{failure.rank}.unfinished"
-    unfinished.write_text(json.dumps(dataclasses.asdict(failure)))
-    unfinished.rename(reports / f"{failure.rank}.report")
-
-
-# Who is to blame
-
-
-class Judge:
-    """Says who failed, and whether to try again."""
-
-    def __init__(self, reports: Path) -> None:
-        self.reports = reports
-        self._before = ""
-
-    def again(self, ended: "Mapping[int, Ended]") -> bool:
-        """Not where the user has something to mend, nor where the same error has come a second time in a row."""
-        culprit = _culprit(self.reports, ended)
-        if culprit.users or (culprit.trace and culprit.what == self._before):
-            return False
-        self._before = culprit.what
-        sys.stderr.write(f"{culprit.trace}evenstep: {culprit.sentence}; starting all ranks again\n")
-        for report in self.reports.glob("*.report"):
-            report.unlink()
-        return True
-
-
-def _culprit(reports: Path, ended: "Mapping[int, Ended]") -> Failure:
-    """The rank to blame: one that died without a word, else the first that failed of itself, else the first."""
-    reported = [Failure(**json.loads(path.read_text())) for path in reports.glob("*.report")]
-    known = {failure.rank for failure in reported}
-    silent = [
-        Failure(
-            rank=rank,
-            host=socket.gethostname(),
-            pid=how.pid,
-            time=how.time,
-            what=_how_it_ended(how.code),
-            users=how.code == READ_AGAIN,
-            victim=how.code == -signal.SIGABRT,  # torch's way out of a broken collective
-        )
-        for rank, how in ended.items()
-        if rank not in known
-    ]
-    return min(silent + reported, key=lambda f: (f.victim, bool(f.trace), f.time))
-
-
-def _how_it_ended(code: int) -> str:
-    if code == READ_AGAIN:
-        return UNGUARDED
-    if code >= 0:
-        return f"left with exit code {code}"
-    name = signal.Signals(-code).name
-    hint = "; was it the kernel, for want of memory? dmesg says so" if name == "SIGKILL" else ""
-    return f"was killed by {name}{hint}"
-
-
-# Stopping
-
-
-@contextlib.contextmanager
-def stoppable() -> Iterator[None]:
-    """A signal that asks this process to end becomes an exception: KeyboardInterrupt, or Stopped.
-
-    Signals that somebody else has taken over, or that nohup or the shell have switched off, stay as they are.
-    """
-    if threading.current_thread() is not threading.main_thread() or world.from_launcher() is not None:
-        yield  # signals reach the main thread only, and a rank's are its launcher's to answer
-        return
-    stopped = -ONE_STOP
-
-    def stop(number: int, frame: Any) -> None:
-        del frame
-        nonlocal stopped
-        if time.monotonic() - stopped < ONE_STOP:  # a second Ctrl-C must not break off the cleaning up
-            return
-        stopped = time.monotonic()
-        if number == signal.SIGINT:
-            raise KeyboardInterrupt
-        raise Stopped(signal.Signals(number))
-
-    untouched = (signal.SIG_DFL, signal.default_int_handler)
-    before = {n: handler for n in leash.STOPPING if (handler := signal.getsignal(n)) in untouched}
-    for number in before:
-        signal.signal(number, stop)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

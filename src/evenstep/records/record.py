@@ -37,7 +37,7 @@ def open_record(
     now_here = {
         "state": "running",
         "process": _process(),
-        "world": {"processes": place.size, "nodes": config.nodes, "device": device},
+        "world": {"processes": place.size, "nodes": place.size // place.local_size, "device": device},
     }
     if files.record.is_file():
         before = json.loads(files.record.read_text(encoding="utf-8"))

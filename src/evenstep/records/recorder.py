@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,10 @@ class Recorder:
         if world.leads:
             self.curves = _curves(files)
             self.screen = Screen(Console(), steps, epochs)
-        self.events.instant("started", rank=world.rank, host=world.host, world=world.size, session=session)
+        self.session = session
+        self.events.instant(
+            "started", rank=world.rank, host=world.host, pid=os.getpid(), world=world.size, session=session
+        )
 
     def opened(self, config: Settled, parameters: int, device: str) -> None:
         """The parts are together; the first step comes next."""
@@ -54,7 +58,12 @@ class Recorder:
         """Some more steps of the epoch are done."""
         rate = window.samples_per_second
         self.events.instant(
-            "trained", epoch=progress.epoch, step=window.first, steps=len(window.losses), digest=window.digest
+            "trained",
+            session=self.session,
+            epoch=progress.epoch,
+            step=window.first,
+            steps=len(window.losses),
+            digest=window.digest,
         )
         if self.curves is not None:
             self.events.scalar(
@@ -100,7 +109,13 @@ class Recorder:
     def resumed(self, progress: Progress, snapshot: str) -> None:
         """The training goes on from a snapshot."""
         self.events.instant(
-            "resumed", snapshot=snapshot, epoch=progress.epoch, step=progress.step, number=progress.number
+            "resumed",
+            session=self.session,
+            of=progress.session,
+            snapshot=snapshot,
+            epoch=progress.epoch,
+            step=progress.step,
+            number=progress.number,
         )
         self.say(f"resumed from {snapshot}: epoch {progress.epoch + 1}, after {progress.step:,} of its steps")
 

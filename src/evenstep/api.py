@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import multiprocessing
 import shutil
 import sys
 import traceback
@@ -19,7 +18,7 @@ from evenstep.config import Config, checked, read_yaml
 from evenstep.errors import UserError, unknown
 from evenstep.files import RunFiles, find_run, locked, replacing
 from evenstep.launch import local
-from evenstep.launch.blame import Failure, RankFailed
+from evenstep.launch.blame import UNGUARDED, Failure, RankFailed, leave_if_read_again
 from evenstep.progress import Values
 from evenstep.records import record
 from evenstep.records.events import Events, losses_of
@@ -35,11 +34,6 @@ T = TypeVar("T")
 SPLITS = ("train", "validation", "test")
 WEIGHTS = ("best", "last")
 RESTARTS = 3  # where nothing else is said
-
-UNGUARDED = (
-    "this script is being read by another process to find the task in it, and would start the training again: "
-    'put evenstep.train(...) under  if __name__ == "__main__":'
-)
 
 
 @dataclass(frozen=True)
@@ -66,8 +60,8 @@ class Result:
 
 def train(task: Task, **options: Any) -> Result:
     """Train a task; the options are those of `evenstep train`, with underscores."""
-    # so multiprocessing marks a process that is still reading the script it was started from
-    if getattr(multiprocessing.current_process(), "_inheriting", False) or files.loading() is not None:
+    leave_if_read_again()
+    if files.loading() is not None:
         raise UserError(UNGUARDED)
     for name in ("task", "model", "set", "data"):
         if name in options:
@@ -230,6 +224,8 @@ def _meeting(config: Config) -> Meeting | None:
             f"WORLD_SIZE is {found.world}, but --nodes {config.nodes} of --procs {config.procs} "
             f"make {count} processes"
         )
+    if least == most <= found.node:
+        raise UserError(f"NODE_RANK is {found.node}, but --nodes {config.nodes} are 0 to {most - 1}")
     return found
 
 

@@ -61,6 +61,8 @@ class Subset:
         self.chosen = Permutation(len(data), hashing.key("sample", seed))
         if hasattr(data, "gather"):
             self.gather = self._gather
+        if hasattr(data, "__getitems__"):
+            self.__getitems__ = self._several
 
     def __len__(self) -> int:
         return self.size
@@ -70,6 +72,9 @@ class Subset:
 
     def _gather(self, indices: Indices) -> Batch:
         return self.data.gather(self.chosen.at(indices))
+
+    def _several(self, indices: list[int]) -> Any:
+        return self.data.__getitems__(self.chosen.at(np.array(indices)).tolist())
 
 
 class Batches:

@@ -143,7 +143,7 @@ class Config:
     note: str = ""
     """A line about this run, kept with it."""
     log_every: int = 50
-    """Steps between two points of the curves in TensorBoard and on the screen."""
+    """Steps between two points of the curves in TensorBoard."""
 
     def __post_init__(self) -> None:
         for name, valid in CHOICES.items():

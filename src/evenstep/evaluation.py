@@ -1,6 +1,7 @@
 """Validation and test: each sample once, over all ranks, in one forward pass."""
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -32,19 +33,28 @@ def evaluate(
     measured = _Measured(task, strategy.device)
     idle = _Measured(task, strategy.device)  # takes what a rank without samples computes to keep step
     stops = Stops(stop_wished, strategy.device, strategy.world)
+    with _evaluating(strategy), torch.no_grad(), computing(precision, strategy.device):
+        for step in batches.epoch(0):
+            for micro in step.micros:
+                strategy.count(micro.counts)
+                (measured if micro.counts else idle).take(task, _OnePass(strategy.called), micro)
+            if stops.wished():
+                raise Interrupted
+    return exact.merged({"loss": measured.loss, **measured.metrics}, strategy.world)
+
+
+@contextlib.contextmanager
+def _evaluating(strategy: Strategy) -> Iterator[None]:
+    """The model in evaluation mode for a while; parts that its author has put to rest rest afterwards too."""
     strategy.count(True)
+    before = [(part, part.training) for part in strategy.called.modules()]
     strategy.called.eval()
     try:
-        with torch.no_grad(), computing(precision, strategy.device):
-            for step in batches.epoch(0):
-                for micro in step.micros:
-                    strategy.count(micro.counts)
-                    (measured if micro.counts else idle).take(task, _OnePass(strategy.called), micro)
-                if stops.wished():
-                    raise Interrupted
+        yield
     finally:
         strategy.called.train()
-    return exact.merged({"loss": measured.loss, **measured.metrics}, strategy.world)
+        for part, training in before:
+            part.training = training
 
 
 class _Measured:

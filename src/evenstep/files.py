@@ -92,11 +92,19 @@ def find_run(run: str | Path, parent: Path) -> RunFiles:
     """The run that a user means: a folder, or the name of one in the folder of runs."""
     parent = parent.expanduser()
     for folder in (Path(run).expanduser(), parent / run):
-        if (folder / "record.json").is_file():
+        if is_file(folder / "record.json"):
             return RunFiles(folder)
     names = sorted(p.parent.name for p in parent.glob("*/record.json"))
     known = f"the last ones in {parent} are {', '.join(names[-5:])}" if names else f"there is none in {parent}"
     raise UserError(f"no run {run}; {known}")
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is a file, also of a name that none can have."""
+    try:
+        return path.is_file()
+    except OSError:  # too long, say
+        return False
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -42,7 +42,7 @@ class Training:
     """Keep all it takes to go on from here."""
     snapshot_every: int | None
     wishes: Callable[[], Wishes]
-    goal: str
+    score: "Score"
     epochs: int
     max_steps: int | None
     patience: int | None
@@ -53,7 +53,6 @@ def train(parts: Training, progress: Progress) -> bool:
 
     All decisions are the same on every rank, since all look at the same numbers.
     """
-    score = Score(parts.goal)
     tally = Tally(parts.stepper.device, parts.stepper.strategy.world)
     for epoch in range(progress.epoch, parts.epochs):
         if _stopped_in_epoch(parts, progress, tally):
@@ -63,7 +62,7 @@ def train(parts: Training, progress: Progress) -> bool:
         except Interrupted:
             parts.snapshot(progress)
             return False
-        improved = progress.measured(values, score(values))
+        improved = progress.measured(values, parts.score(values))
         parts.recorder.epoch(progress, improved)
         if improved:
             parts.keep_best()
@@ -79,12 +78,13 @@ def _stopped_in_epoch(parts: Training, progress: Progress, tally: "Tally") -> bo
     if progress.number == parts.max_steps:  # resumed where it had come to its end
         return False
     tally.begin(progress.step)
+    steps = parts.batches.steps(progress.epoch)
     for step in parts.batches.epoch(progress.epoch, progress.step):
         tally.add(parts.stepper.take(step, progress.number), step)
         progress.step += 1
         progress.number += 1
         due = parts.snapshot_every is not None and progress.number % parts.snapshot_every == 0
-        last = progress.number == parts.max_steps
+        last = progress.number == parts.max_steps or progress.step == steps
         if tally.full or due or last:
             wishes = _compare_notes(parts, progress, tally)
             if due or wishes.snapshot or wishes.stop:
@@ -92,8 +92,6 @@ def _stopped_in_epoch(parts: Training, progress: Progress, tally: "Tally") -> bo
                 tally.begin(progress.step)
             if wishes.stop or last:
                 return wishes.stop
-    if tally.waiting:
-        _compare_notes(parts, progress, tally)
     return False
 
 
@@ -131,11 +129,6 @@ class Tally:
         self._digest = self._digest.plus(step.digest)
 
     @property
-    def waiting(self) -> int:
-        """Steps whose losses nobody has seen yet."""
-        return len(self._totals)
-
-    @property
     def full(self) -> bool:
         """Whether it is time to compare notes; it becomes so at the same step on all ranks."""
         return len(self._totals) >= self._every
@@ -162,16 +155,18 @@ class Tally:
 class Score:
     """How good a validation is by the task's goal; more is better."""
 
-    def __init__(self, goal: str) -> None:
+    def __init__(self, goal: str, measured: Collection[str]) -> None:
         direction, _, self.name = goal.partition(" ")
         if direction not in ("min", "max") or not self.name:
             raise UserError(f"a goal is 'min' or 'max' and a metric's name, such as 'min loss', not {goal!r}")
+        if self.name not in measured:
+            raise UserError(f"the goal names {self.name}, which is not measured; there are {', '.join(measured)}")
         self._sign = 1.0 if direction == "max" else -1.0
 
     def __call__(self, values: Values) -> float:
         if not values:
             return -math.inf
-        if self.name not in values:
-            raise UserError(f"the goal names {self.name}, which is not measured; there are {', '.join(values)}")
-        score = self._sign * float(values[self.name])
-        return -math.inf if math.isnan(score) else score
+        value = values[self.name]
+        if not isinstance(value, int | float):
+            raise UserError(f"the goal names {self.name}, which is {value!r}, not a number to go by")
+        return -math.inf if math.isnan(value) else self._sign * value

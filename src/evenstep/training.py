@@ -20,7 +20,7 @@ from evenstep.config import Config, Settled
 from evenstep.errors import UserError
 from evenstep.evaluation import Interrupted, evaluate
 from evenstep.files import RunFiles, new_run, write_text
-from evenstep.loop import Training, Wishes, train
+from evenstep.loop import Score, Training, Wishes, train
 from evenstep.optimizing import lr_factor, make_optimizer
 from evenstep.order import hashing
 from evenstep.order.plan import Plan
@@ -103,19 +103,21 @@ def train_here(run: Run, config: Settled, task: Task, place: World, device: torc
         data = Subset(data, config.sample, config.seed)
     plan = config.plan(len(data))
     epochs, steps = _length(config, plan)
+    score = Score(task.goal, ("loss", *task.metrics()))
     strategy = _strategy(config, task, place, device)
     stepper = _stepper(config, task, strategy, steps)
+    held_out = {split: task.data(split) for split in ("validation", "test")}
     session = agreed(lambda: uuid.uuid4().hex, place)
     # all that can be wrong with what was asked for has shown by now: only then is there a run
     with (
         home.opened(found, functools.partial(make_folder, config), place) as files,
         _recorded(files, config, plan, place, device, run.command) as facts,
         contextlib.closing(
-            Recorder(files, place, session=session, steps=steps, epochs=epochs, log_every=config.log_every)
+            Recorder(files, place, plan, session=session, steps=steps, epochs=epochs, log_every=config.log_every)
         ) as recorder,
         contextlib.ExitStack() as opened,
     ):
-        recorder.opened(config, plan, strategy.parameters, str(device))
+        recorder.opened(config, strategy.parameters, str(device))
         state = State(model=strategy.model, optimizer=stepper.optimizer, scaler=stepper.scaler)
         progress = resume(state, Folder(files.snapshots), place, device, recorder)
         progress.session = session
@@ -128,12 +130,12 @@ def train_here(run: Run, config: Settled, task: Task, place: World, device: torc
             batches=opened.enter_context(contextlib.closing(batches)),
             stepper=stepper,
             recorder=recorder,
-            validate=measuring("validation", stop_wished) or dict,
+            validate=measuring(held_out["validation"], stop_wished) or dict,
             keep_best=functools.partial(weights.keep, strategy, files.weights("best")),
             snapshot=keeper.take,
             snapshot_every=config.snapshot_every,
             wishes=lambda: Wishes(stop=stop_wished(), snapshot=keeper.wished()),
-            goal=task.goal,
+            score=score,
             epochs=epochs,
             max_steps=config.max_steps,
             patience=config.patience,
@@ -142,7 +144,7 @@ def train_here(run: Run, config: Settled, task: Task, place: World, device: torc
             test = None
             if train(parts, progress):
                 weights.keep(strategy, files.weights("last"))
-                test = _test_best(measuring("test", stop_wished), strategy, files)
+                test = _test_best(measuring(held_out["test"], stop_wished), strategy, files)
                 if test is None:
                     keeper.take(progress)
             keeper.finish()
@@ -187,7 +189,7 @@ def _evaluate(config: Settled, task: Task, kept: Path, split: str, place: World,
     strategy = _strategy(config, task, place, device)
     weights.take(strategy, kept)
     with contextlib.ExitStack() as opened:
-        measure = _measuring(config, task, strategy, opened, split)
+        measure = _measuring(config, task, strategy, opened, task.data(split))
         if measure is None:
             raise UserError(f"{config.task} has no {split} data")
         return measure()
@@ -210,11 +212,10 @@ def _measuring(
     task: Task,
     strategy: Strategy,
     opened: contextlib.ExitStack,
-    split: str,
+    data: Any,
     stop_wished: Callable[[], bool] = lambda: False,
 ) -> Callable[[], Values] | None:
-    """What measures the model as it is on a split; None where the task has no such data."""
-    data = task.data(split)
+    """What measures the model as it is on the samples of a split; None where the task has none."""
     if data is None:
         return None
     at_once = EVALUATED_AT_ONCE * (config.micro_batch or -(-config.global_batch // strategy.world))

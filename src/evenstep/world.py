@@ -89,10 +89,13 @@ def meeting() -> Meeting | None:
     env = os.environ
     if "MASTER_ADDR" not in env or "MASTER_PORT" not in env:
         return None
+    port = _number("MASTER_PORT")
+    if port >= 1 << 16:
+        raise UserError(f"MASTER_PORT in the environment must be a port, not {port}")
     return Meeting(
         address=env["MASTER_ADDR"],
-        port=_number("MASTER_PORT"),
-        node=_number("NODE_RANK", env.get("GROUP_RANK", "0")),
+        port=port,
+        node=_number("NODE_RANK", env.get("GROUP_RANK", "")),
         world=_number("WORLD_SIZE") if "WORLD_SIZE" in env else None,
     )
 

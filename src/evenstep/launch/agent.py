@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import connection
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, MultiprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -64,6 +64,7 @@ class Agent(LocalElasticAgent):
         self._args = args
         self._nodes = nodes
         self._again = again
+        self._place = 0
         self._handed_on: float | None = None
 
     # A try
@@ -74,8 +75,17 @@ class Agent(LocalElasticAgent):
             super()._rendezvous(worker_group)
         self._nodes.met()
 
+    def _assign_worker_ranks(
+        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        """In the order in which the user has numbered the nodes; torch would go by the names of the hosts."""
+        self._place = self._nodes.place(store, group_rank, group_world_size)
+        workers: list[Worker] = super()._assign_worker_ranks(store, self._place, group_world_size, spec)
+        return workers
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         assert worker_group.store is not None
+        worker_group.group_rank = self._place
         if worker_group.group_rank == 0:
             worker_group.store.set("evenstep/attempt", uuid.uuid4().hex)
         self.attempt = worker_group.store.get("evenstep/attempt").decode()

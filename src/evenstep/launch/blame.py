@@ -6,9 +6,11 @@ the processes ended follows who failed first, and why.
 
 import dataclasses
 import json
+import multiprocessing
 import os
 import signal
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Mapping
@@ -27,6 +29,13 @@ LOST_PEER = (
     "Broken pipe",
     "ncclRemoteError",
 )
+
+
+UNGUARDED = (
+    "this script is being read by another process to find the task in it, and would start the training again: "
+    'put evenstep.train(...) under  if __name__ == "__main__":'
+)
+READ_AGAIN = 78  # the exit code of such a process: a configuration error, as sysexits.h has it
 
 
 class Ended(NamedTuple):
@@ -68,6 +77,8 @@ class RankFailed(Exception):
     def __init__(self, culprit: Failure) -> None:
         super().__init__(culprit.sentence)
         self.culprit = culprit
+        if culprit.trace:  # to be seen where nobody catches it
+            self.add_note(culprit.trace.rstrip())
 
 
 def failed(culprit: Failure) -> Exception:
@@ -81,6 +92,14 @@ def failed(culprit: Failure) -> Exception:
 
 
 # In each rank
+
+
+def leave_if_read_again() -> None:
+    """End a process that came to start a training while it was still reading the script it is to work for."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # so multiprocessing marks it
+        sys.stderr.write(f"evenstep: {UNGUARDED}\n")
+        sys.stderr.flush()
+        os._exit(READ_AGAIN)  # a forkserver makes 1 of any other way out
 
 
 def report(reports: Path, place: World, error: BaseException) -> Failure:
@@ -122,6 +141,7 @@ def culprit_of(reports: Path, ended: Mapping[int, Ended]) -> Failure | None:
             pid=how.pid,
             time=how.time,
             what=_how_it_ended(how.code),
+            users=how.code == READ_AGAIN,
             victim=how.code == -signal.SIGABRT,  # torch's way out of a broken collective
         )
         for rank, how in ended.items()
@@ -131,6 +151,8 @@ def culprit_of(reports: Path, ended: Mapping[int, Ended]) -> Failure | None:
 
 
 def _how_it_ended(code: int) -> str:
+    if code == READ_AGAIN:
+        return UNGUARDED
     if code >= 0:
         return f"left with exit code {code}"
     name = signal.Signals(-code).name

@@ -74,11 +74,13 @@ class Audit:
 def audit(run: RunFiles) -> Audit:
     """What became of the samples, epoch by epoch."""
     told = record.read(run)
-    if "plan" not in told:
-        raise UserError(f"the record in {run.folder} has no plan: the run ended before its first step")
+    try:
+        plan = Plan(**told["plan"])
+    except (KeyError, TypeError):
+        raise UserError(f"the record in {run.folder} holds no plan that this evenstep knows") from None
     ended = told.get("steps") if told["state"] in ("finished", "stopped") else None
     try:
-        return _Auditing(run, Plan(**told["plan"]), read_yaml(run.config)["epochs"], ended).audit()
+        return _Auditing(run, plan, read_yaml(run.config)["epochs"], ended).audit()
     except UserError:
         raise
     except (LookupError, TypeError, ValueError) as error:

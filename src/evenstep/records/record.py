@@ -76,13 +76,14 @@ def read(files: RunFiles) -> dict[str, Any]:
         record = json.loads(files.record.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{files.folder} holds no record of a run") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"the record in {files.folder} cannot be read: {error}") from None
-    if not isinstance(record, dict) or not {"state", "process"} <= record.keys():
-        raise UserError(f"{files.record} is not the record of a run")
-    if record["state"] == "running" and _gone(record["process"]):
-        record["state"] = "killed"
-    return record
+    match record:
+        case {"state": str(state), "process": {"host": str(), "pid": int(pid), "created": float()} as process} if (
+            pid > 0
+        ):
+            return {**record, "state": "killed"} if state == "running" and _gone(process) else record
+    raise UserError(f"{files.record} is not the record of a run")
 
 
 def amend(files: RunFiles, **facts: Any) -> None:

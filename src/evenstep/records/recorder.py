@@ -25,10 +25,11 @@ class Recorder:
     """One rank's reporting."""
 
     def __init__(
-        self, files: RunFiles, world: World, *, session: str, steps: int, epochs: int, log_every: int
+        self, files: RunFiles, world: World, plan: Plan, *, session: str, steps: int, epochs: int, log_every: int
     ) -> None:
         self.files = files
         self.world = world
+        self.plan = plan
         self.log_every = log_every
         self.events = Events(files.events(world.rank))
         self.screen: Screen | None = None
@@ -42,20 +43,16 @@ class Recorder:
             "started", rank=world.rank, host=world.host, pid=os.getpid(), world=world.size, session=session
         )
 
-    def opened(self, config: Settled, plan: Plan, parameters: int, device: str) -> None:
+    def opened(self, config: Settled, parameters: int, device: str) -> None:
         """The parts are together; the first step comes next."""
         self.say(
             f"{config.task}{f' ({config.model})' if config.model else ''}: {parameters:,} parameters, "
-            f"{plan.size:,} samples, {config.global_batch:,} a step, {config.strategy} on "
+            f"{self.plan.size:,} samples, {config.global_batch:,} a step, {config.strategy} on "
             f"{self.world.size} process{'es' if self.world.size > 1 else ''} ({device})"
         )
-        if plan.lanes > 1:
-            for epoch in range(config.epochs):
-                dealt = plan.lengths(epoch)
-                self.events.instant("dealt", epoch=epoch, samples=dealt)
-                if epoch == 0:
-                    each = ", ".join(f"{worker}: {samples:,}" for worker, samples in enumerate(dealt))
-                    self.say(f"samples of the first epoch by worker: {each}")
+        if self.plan.lanes > 1:
+            each = (f"{worker}: {samples:,}" for worker, samples in enumerate(self.plan.lengths(0)))
+            self.say(f"samples of the first epoch by worker: {', '.join(each)}")
 
     def steps(self, progress: Progress, window: Window) -> None:
         """Some more steps of the epoch are done."""
@@ -81,15 +78,20 @@ class Recorder:
         for number, loss in enumerate(window.losses, start=before + 1):
             self._undrawn.append(loss)
             if number % self.log_every == 0:
-                curves.add_scalar("train/loss", sum(self._undrawn) / len(self._undrawn), number)
+                self._point(curves, number)
                 curves.add_scalar("train/samples_per_second", window.samples_per_second, number)
-                self._undrawn.clear()
+
+    def _point(self, curves: "SummaryWriter", number: int) -> None:
+        curves.add_scalar("train/loss", sum(self._undrawn) / len(self._undrawn), number)
+        self._undrawn.clear()
 
     def epoch(self, progress: Progress, best: bool) -> None:
         """An epoch has ended."""
         loss = progress.epoch_loss / max(1, progress.epoch_samples)
         rate = progress.epoch_samples / max(progress.epoch_seconds, 1e-9)
         self.events.instant("epoch", epoch=progress.epoch, loss=loss, samples_per_second=rate)
+        if self.plan.lanes > 1:
+            self.events.instant("dealt", epoch=progress.epoch, samples=self.plan.lengths(progress.epoch))
         self.measured("validation", progress.epoch, progress.number, progress.final)
         if self.screen is not None:
             self.screen.epoch(progress.epoch, loss, rate, progress.final, best)
@@ -125,6 +127,8 @@ class Recorder:
 
     def finished(self, progress: Progress, test: Mapping[str, Any]) -> None:
         """The training has come to its end."""
+        if self.curves is not None and self._undrawn:
+            self._point(self.curves, progress.number)
         if test:
             self.say(f"test, with the best weights (epoch {progress.best_epoch + 1}): {in_words(test)}")
         self.say(f"kept in {self.files.folder}")

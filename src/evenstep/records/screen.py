@@ -87,7 +87,8 @@ def say(line: str) -> None:
 def downloading(name: str) -> Iterator[Callable[[int, int | None], None]]:
     """A bar for a download, on a terminal: give it the bytes that are here, and of how many."""
     columns = (TextColumn(f"fetching {name}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 

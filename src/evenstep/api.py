@@ -20,7 +20,7 @@ from evenstep.config import DECISIVE, Config, checked, read_yaml
 from evenstep.errors import UserError, unknown
 from evenstep.files import RunFiles, find_run, locked, replacing
 from evenstep.launch import local
-from evenstep.launch.blame import UNGUARDED, Failure, RankFailed
+from evenstep.launch.blame import UNGUARDED, Failure, RankFailed, leave_if_read_again
 from evenstep.progress import Values
 from evenstep.records import record
 from evenstep.records.events import Events, losses_of
@@ -63,7 +63,7 @@ class Result:
 
 def train(task: Task, **options: Any) -> Result:
     """Train a task; the options are those of `evenstep train`, with underscores."""
-    local.leave_if_read_again()
+    leave_if_read_again()
     if files.loading() is not None:
         raise UserError(UNGUARDED)
     for name in ("task", "model", "set", "data"):
@@ -237,7 +237,7 @@ def _meeting(config: Config) -> Meeting | None:
             f"WORLD_SIZE is {found.world}, but --nodes {config.nodes} of --procs {config.procs} "
             f"make {count} processes"
         )
-    if found.node >= most:
+    if least == most <= found.node:
         raise UserError(f"NODE_RANK is {found.node}, but --nodes {config.nodes} are 0 to {most - 1}")
     return found
 

@@ -177,9 +177,9 @@ def _audit(run: str, runs: str) -> None:
     from evenstep.snapshots.abroad import located
 
     with located(run, Path(runs), "events") as files:
-        epochs = audit(files)
-    audited(epochs)
-    if not all(epoch.sound for epoch in epochs):
+        found = audit(files)
+    audited(found)
+    if not found.sound:
         sys.exit(1)
 
 

@@ -19,7 +19,6 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig
 
 from evenstep import leash
-from evenstep.errors import UserError
 from evenstep.launch.blame import Ended
 from evenstep.launch.nodes import Nodes
 from evenstep.watch import stopping
@@ -65,6 +64,7 @@ class Agent(LocalElasticAgent):
         self._args = args
         self._nodes = nodes
         self._again = again
+        self._place = 0
         self._handed_on: float | None = None
 
     # A try
@@ -78,18 +78,14 @@ class Agent(LocalElasticAgent):
     def _assign_worker_ranks(
         self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
-        """Number the ranks as the user has numbered the nodes: torch would go by the names of the hosts."""
-        if (number := self._nodes.number) is not None:
-            group_rank = number
-            if store.add(f"evenstep/node/{number}", 1) > 1:
-                raise UserError(f"two nodes say NODE_RANK={number}; number them 0 to {group_world_size - 1}")
-        workers: list[Worker] = super()._assign_worker_ranks(store, group_rank, group_world_size, spec)
+        """In the order in which the user has numbered the nodes; torch would go by the names of the hosts."""
+        self._place = self._nodes.place(store, group_rank, group_world_size)
+        workers: list[Worker] = super()._assign_worker_ranks(store, self._place, group_world_size, spec)
         return workers
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         assert worker_group.store is not None
-        if self._nodes.number is not None:
-            worker_group.group_rank = self._nodes.number
+        worker_group.group_rank = self._place
         if worker_group.group_rank == 0:
             worker_group.store.set("evenstep/attempt", uuid.uuid4().hex)
         self.attempt = worker_group.store.get("evenstep/attempt").decode()

@@ -6,9 +6,11 @@ the processes ended follows who failed first, and why.
 
 import dataclasses
 import json
+import multiprocessing
 import os
 import signal
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Mapping
@@ -90,6 +92,14 @@ def failed(culprit: Failure) -> Exception:
 
 
 # In each rank
+
+
+def leave_if_read_again() -> None:
+    """End a process that came to start a training while it was still reading the script it is to work for."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # so multiprocessing marks it
+        sys.stderr.write(f"evenstep: {UNGUARDED}\n")
+        sys.stderr.flush()
+        os._exit(READ_AGAIN)  # a forkserver makes 1 of any other way out
 
 
 def report(reports: Path, place: World, error: BaseException) -> Failure:

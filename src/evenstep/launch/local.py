@@ -1,7 +1,6 @@
 """Ranks on this machine, under torch's elastic agent, started by a forkserver that has torch loaded."""
 
 import contextlib
-import multiprocessing
 import os
 import sys
 import tempfile
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from evenstep import leash, world
-from evenstep.launch.blame import READ_AGAIN, UNGUARDED, Failure, failed, report
+from evenstep.launch.blame import Failure, failed, report
 from evenstep.watch import stopping
 from evenstep.watch.stopping import Stopped
 from evenstep.world import Meeting, Surroundings, World
@@ -91,14 +90,6 @@ def _why(agent: "Agent", judge: "Judge", nodes: "Nodes") -> BaseException:
 
 
 # In each rank
-
-
-def leave_if_read_again() -> None:
-    """End a process that came to start a training while it was still reading the script it is to work for."""
-    if getattr(multiprocessing.current_process(), "_inheriting", False):  # so multiprocessing marks it
-        sys.stderr.write(f"evenstep: {UNGUARDED}\n")
-        sys.stderr.flush()
-        os._exit(READ_AGAIN)  # a forkserver makes 1 of any other way out
 
 
 def _rank(entry: Callable[[World], T], reports: str, surroundings: Surroundings, attempt: str) -> T:

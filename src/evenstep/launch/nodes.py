@@ -53,16 +53,22 @@ class Nodes:
         self.board: Board = Shared(meeting.address, meeting.port, "nodes") if meeting else Private()
         self._there: set[Any] = set()
 
-    @property
-    def number(self) -> int | None:
-        """This node's number, where the user has numbered them and none is to come or go."""
-        return self.meeting.node if self.meeting and self.count.least == self.count.most else None
-
     # Who is there
 
     def met(self) -> None:
         """A try begins, with the nodes that are there now."""
         self._there = self._present()
+
+    def place(self, store: Any, rank: int, count: int) -> int:
+        """This node's place in the order of the users' numbers, for those of `rank` 0 to `count` - 1 of a try."""
+        if self.meeting is None:
+            return rank
+        own = self.meeting.node
+        store.set(f"evenstep/node/{rank}", str(own))
+        numbers = sorted(int(store.get(f"evenstep/node/{other}")) for other in range(count))
+        if numbers.count(own) > 1:
+            raise UserError(f"{numbers.count(own)} nodes say that their NODE_RANK is {own}; each needs its own")
+        return numbers.index(own)
 
     def gone(self) -> str:
         """Those that were there when the try began and are not any more, in words."""

@@ -174,7 +174,8 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFiles:
 def begun(folder: Path) -> RunFiles:
     files = new_run(folder / "runs", "digits", datetime.now())
     plan = Plan(size=10, global_batch=4)
-    record.open_record(files, Config(task="digits", note="a note"), plan, alone(), "cpu", ["evenstep", "train"])
+    config = Config(task="digits", note="a note")
+    record.open_record(files, record.identity(files), config, plan, alone(), "cpu", ["evenstep", "train"])
     return files
 
 
@@ -316,7 +317,7 @@ def test_the_resolved_configuration_is_kept_whole(on_two: Ran) -> None:
     left_open = {name for name, value in kept.items() if value is None}
     assert left_open == {
         *("model", "data", "sample", "max_steps", "patience", "batch_size", "micro_batch", "clip"),
-        *("snapshot_every", "max_restarts"),
+        *("snapshot_every", "max_restarts", "to", "best"),
     }
 
 

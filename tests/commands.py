@@ -242,7 +242,7 @@ def _become(
     if words[0].endswith(".py"):
         sys.argv = list(words)
         sys.path.insert(0, str(Path(words[0]).parent))
-        runpy.run_path(words[0], run_name="__main__")
+        runpy.run_path(str(Path(words[0]).resolve()), run_name="__main__")  # as Python has it
     else:
         from evenstep.cli import main
 

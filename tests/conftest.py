@@ -16,8 +16,10 @@ from typing import Any
 
 import psutil
 import pytest
+import sklearn.datasets  # noqa: F401 - sets variables of the environment when it is first loaded
 
 import commands
+import evenstep.api
 
 GRACE = 10.0  # seconds that what was told to end may take, on a busy machine
 KEPT_BY_TORCH = "torch/_inductor/compile_worker"  # compilers that stay for the next torch.compile

@@ -19,7 +19,7 @@ import pytest
 import sklearn.datasets  # noqa: F401 - sets variables of the environment when it is first loaded
 
 import commands
-import evenstep.api
+import evenstep.api  # noqa: F401 - so does torch's compiler, which comes with it
 
 GRACE = 30.0  # seconds that what was told to end may take, on a busy machine
 KEPT_BY_TORCH = "torch/_inductor/compile_worker"  # compilers that stay for the next torch.compile

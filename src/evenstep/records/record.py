@@ -19,9 +19,11 @@ from evenstep.config import Config
 from evenstep.errors import UserError
 from evenstep.files import RunFiles, write_json
 from evenstep.order.plan import Plan
+from evenstep.progress import Progress
 from evenstep.world import World
 
 CLOCKS_ARE_SET_BY = 60.0  # seconds; a process's start is told by the clock, which may be put right meanwhile
+OF_AN_END = ("ended", "error", "rank", "test", *Progress().outcome())  # none of it is true of a run that goes on
 PACKAGES = ("evenstep", "torch", "numpy", "torchmetrics", "torchvision", "timm")
 
 
@@ -42,7 +44,9 @@ def open_record(
     if files.record.is_file():
         before = json.loads(files.record.read_text(encoding="utf-8"))
         again = {"time": now(), "processes": place.size, "after": before["state"], "command": list(command)}
-        amend(files, **now_here, strategy=config.strategy, resumed=[*before.get("resumed", []), again])
+        going_on = {"strategy": config.strategy, "resumed": [*before.get("resumed", []), again]}
+        begun = {name: value for name, value in before.items() if name not in OF_AN_END}
+        write_json(files.record, {**begun, **now_here, **going_on})
         return
     started = {
         **now_here,

@@ -119,7 +119,7 @@ class Recorder:
 
     def snapshot(self, saved: Saved) -> None:
         """A snapshot was taken, or was not."""
-        self.events.instant("saved", **dataclasses.asdict(saved))
+        self.events.instant("saved", session=self.session, **dataclasses.asdict(saved))
         if saved.error:
             self.say(f"snapshot {saved.snapshot} FAILED: {saved.error}; the training goes on")
 

@@ -3,14 +3,14 @@
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from evenstep.records.audit import Epoch
+from evenstep.records.audit import Audit
 
 REDRAW = 0.2  # seconds: faster than that nobody reads, and drawing takes time from the training
 
@@ -101,10 +101,10 @@ def downloading(name: str) -> Iterator[Callable[[int, int | None], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def audited(epochs: Sequence[Epoch]) -> None:
+def audited(found: Audit) -> None:
     """The finding of an audit, a line an epoch."""
     table = Table("epoch", "steps", "samples once", "repeated", "lost", "undone by restarts", "digests")
-    for epoch in epochs:
+    for epoch in found.epochs:
         table.add_row(
             str(epoch.epoch + 1),
             f"{epoch.steps:,} of {epoch.of:,}",
@@ -112,10 +112,10 @@ def audited(epochs: Sequence[Epoch]) -> None:
             f"{epoch.repeated:,}",
             f"{epoch.lost:,}",
             f"{epoch.undone:,}",
-            "agree" if epoch.proven else "DIFFER",
+            "DIFFER" if not epoch.proven else "agree" if epoch.proven == 1 else f"agree in {epoch.proven:.1%}",
         )
-    console = Output()
-    console.print(table)
-    repeated, lost = sum(epoch.repeated for epoch in epochs), sum(epoch.lost for epoch in epochs)
-    sound = all(epoch.sound for epoch in epochs)
-    console.print(f"{repeated:,} repeated, {lost:,} lost{'' if sound else ': NOT each sample exactly once'}")
+    Output().print(table)
+    for line in found.odd:
+        say(f"odd: {line}")
+    verdict = "" if found.sound else ": NOT each sample exactly once, as far as the records tell"
+    say(f"{found.repeated:,} repeated, {found.lost:,} lost{verdict}")

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
-import sklearn.datasets  # noqa: F401 - it sets variables of the environment when it is first loaded
 import torch
 from hypothesis import given
 from hypothesis import strategies as st

@@ -82,9 +82,9 @@ def train(task: Task, **options: Any) -> Result:
 
 def train_config(config: Config, command: Sequence[str]) -> Result:
     """Train what the options name, in as many processes as they say."""
-    load_task(config)  # what is wrong with it is said before any process starts
     makes_it = world.from_launcher() is None and _leads(config)
-    with stopping.interruptible(), contextlib.ExitStack() as held:
+    with stopping.resumable(), contextlib.ExitStack() as held:
+        load_task(config)  # what is wrong with it is said before any process starts
         folder = make_folder(config) if makes_it else None
         if folder is not None:
             held.enter_context(locked(RunFiles(folder)))
@@ -112,7 +112,7 @@ def resume(run: str | Path, *, runs: str = "runs", **options: Any) -> Result:
     config = Config(**{**kept, **checked(options, "evenstep.resume()")})
     if not _leads(config):
         return _train(config, sys.argv, found.folder if world.from_launcher() else None, None)
-    with stopping.interruptible(), _for_us_alone(found):
+    with stopping.resumable(), _for_us_alone(found):
         found.stop.unlink(missing_ok=True)
         return _train(config, sys.argv, found.folder, found.folder)
 
@@ -138,15 +138,12 @@ def _for_us_alone(run: RunFiles) -> Iterator[None]:
 def _train(config: Config, command: Sequence[str], folder: Path | None, ours: Path | None) -> Result:
     """Train in a folder, or in one that another process of this run knows or makes; see to ours."""
     entry = functools.partial(run_training, Run(config=config, command=command, folder=folder))
-    with stopping.interruptible():
+    with stopping.resumable():
         try:
             ended = _start(entry, config, _restarts(config), functools.partial(_note_loss, ours))
         except BaseException as error:
-            if ours is not None:
-                with contextlib.suppress(OSError):  # a full disk may be why it ends; the reason is what counts
-                    _close_folder(RunFiles(ours), error)
-            if isinstance(error, Stopped) and error.code:
-                raise Stopped(f"{error}; to go on: evenstep resume {ours}" if ours else str(error)) from None
+            if ours is not None and _close_folder(RunFiles(ours), error) and isinstance(error, Stopped):
+                raise Stopped(f"{error}; to go on: evenstep resume {ours}", error.code) from None
             raise
     if ended.stopped:
         raise Stopped()
@@ -249,18 +246,23 @@ def _note_loss(folder: Path | None, failure: Failure) -> None:
             events.instant("lost", **failure.as_dict())
 
 
-def _close_folder(run: RunFiles, error: BaseException) -> None:
-    """Say in the record how the run ended; without a record, it ended before it began, and leaves nothing."""
+def _close_folder(run: RunFiles, error: BaseException) -> bool:
+    """Say in the record how the run ended; without a record, it ended before it began, and leaves nothing. Whether
+    there is something to go on with."""
     if not run.record.is_file():
         shutil.rmtree(run.folder)
-        return
+        return False
+    with contextlib.suppress(OSError):  # a full disk may be why it ends; the reason is what counts
+        _close_record(run, error)
+    return bool(record.read(run)["state"] != "finished")
+
+
+def _close_record(run: RunFiles, error: BaseException) -> None:
     failed = error if isinstance(error, RankFailed) else error.__cause__
     if isinstance(failed, RankFailed):
         culprit = failed.culprit
         record.close_record(run, "failed", error=f"{culprit.trace}{failed}", rank=culprit.rank)
-    elif record.read(run)["state"] != "running":
-        return
-    elif isinstance(error, KeyboardInterrupt | Stopped):
-        record.close_record(run, "stopped", error=str(error) or "stopped by SIGINT")
-    else:
-        record.close_record(run, "failed", error="".join(traceback.format_exception(error)))
+    elif record.read(run)["state"] in ("running", "killed"):  # no rank was left to say so
+        stopped = isinstance(error, KeyboardInterrupt | Stopped)
+        why = str(error) or "stopped by SIGINT" if stopped else "".join(traceback.format_exception(error))
+        record.close_record(run, "stopped" if stopped else "failed", error=why)

@@ -152,23 +152,28 @@ def _command(commands: Any, name: str, act: Any, about: str) -> Parser:
 def _train(config: Path | None = None, **options: Any) -> None:
     from evenstep.config import Config, read_yaml
     from evenstep.tasks.catalog import BUILT_IN
+    from evenstep.watch import stopping
 
     given = read_yaml(config) if config is not None else {}
     given = {**given, **options, "set": {**given.get("set", {}), **options.get("set", {})}}
     if "task" not in given:
         raise UserError(f"train what? there are {', '.join(BUILT_IN)}, or a file of yours ending in .py")
     settings = Config(**given)
-    _start_early(settings.procs)
-    from evenstep import api
+    with stopping.resumable():
+        _start_early(settings.procs)
+        from evenstep import api
 
-    api.train_config(settings, [Path(sys.argv[0]).name, *sys.argv[1:]])
+        api.train_config(settings, [Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
 def _resume(run: str, runs: str, **options: Any) -> None:
-    _start_early(options.get("procs", 1))
-    from evenstep import api
+    from evenstep.watch import stopping
 
-    api.resume(run, runs=runs, **options)
+    with stopping.resumable():
+        _start_early(options.get("procs", 1))
+        from evenstep import api
+
+        api.resume(run, runs=runs, **options)
 
 
 def _audit(run: str, runs: str) -> None:

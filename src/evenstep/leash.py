@@ -4,6 +4,7 @@ And the other way round: a signal that reaches every process of a terminal is fo
 others to answer. Until they run our code, signals wait.
 """
 
+import contextlib
 import multiprocessing
 import os
 import shutil
@@ -30,6 +31,15 @@ def start_forkserver(preload: Sequence[str]) -> None:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    # left to itself, it would first finish loading; when all others have ended, it can go
+    util.Finalize(None, _end_forkserver, exitpriority=-1)
+
+
+def _end_forkserver() -> None:
+    server: int | None = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    if server is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(server, signal.SIGKILL)
 
 
 def await_forkserver() -> None:

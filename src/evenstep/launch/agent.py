@@ -73,13 +73,12 @@ class Agent(LocalElasticAgent):
         with stopping.interruptible():
             leash.await_forkserver()
             super()._rendezvous(worker_group)
-        self._nodes.met()
 
     def _assign_worker_ranks(
         self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
         """In the order in which the user has numbered the nodes; torch would go by the names of the hosts."""
-        self._place = self._nodes.place(store, group_rank, group_world_size)
+        self._place = self._nodes.met(store, group_rank, group_world_size)
         workers: list[Worker] = super()._assign_worker_ranks(store, self._place, group_world_size, spec)
         return workers
 

@@ -8,6 +8,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -55,20 +56,22 @@ class Nodes:
 
     # Who is there
 
-    def met(self) -> None:
-        """A try begins, with the nodes that are there now."""
-        self._there = self._present()
+    def met(self, store: Any, place: int, count: int) -> int:
+        """A try begins, with the nodes that are there now; this one's place in the order of their numbers.
 
-    def place(self, store: Any, rank: int, count: int) -> int:
-        """This node's place in the order of the users' numbers, for those of `rank` 0 to `count` - 1 of a try."""
+        torch has given them other places, by the names of their hosts.
+        """
+        self._there = self._present()
         if self.meeting is None:
-            return rank
-        own = self.meeting.node
-        store.set(f"evenstep/node/{rank}", str(own))
-        numbers = sorted(int(store.get(f"evenstep/node/{other}")) for other in range(count))
-        if numbers.count(own) > 1:
-            raise UserError(f"{numbers.count(own)} nodes say that their NODE_RANK is {own}; each needs its own")
-        return numbers.index(own)
+            return place
+        store.set(f"evenstep/number/{place}", str(self.meeting.node))
+        numbers = sorted(int(store.get(f"evenstep/number/{other}")) for other in range(count))
+        for number, next_one in pairwise(numbers):
+            if number == next_one:
+                why = f"two nodes have the NODE_RANK {number}; number them 0, 1, ..."
+                self.tell({"why": why, "code": 2})
+                raise UserError(why)
+        return numbers.index(self.meeting.node)
 
     def gone(self) -> str:
         """Those that were there when the try began and are not any more, in words."""

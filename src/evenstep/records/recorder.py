@@ -6,14 +6,12 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from evenstep.config import Settled
 from evenstep.files import RunFiles
 from evenstep.order.plan import Plan
 from evenstep.progress import Progress, Window
 from evenstep.records.events import Events
-from evenstep.records.screen import Screen, in_words
+from evenstep.records.screen import Output, Screen, in_words
 from evenstep.snapshots.mirror import Sent
 from evenstep.snapshots.saver import Saved
 from evenstep.world import World
@@ -40,7 +38,7 @@ class Recorder:
         """Of what is not sent the first time is told, and the last."""
         if world.leads:
             self.curves = _curves(files)
-            self.screen = Screen(Console(), steps, epochs)
+            self.screen = Screen(Output(), steps, epochs)
         self.session = session
         self.events.instant(
             "started", rank=world.rank, host=world.host, pid=os.getpid(), world=world.size, session=session

@@ -15,10 +15,18 @@ from evenstep.records.audit import Audit
 REDRAW = 0.2  # seconds: faster than that nobody reads, and drawing takes time from the training
 
 
+class Output(Console):
+    """Where all is said; that its reader has left is for the command to answer."""
+
+    def on_broken_pipe(self) -> None:
+        """Pass it on; rich would end the program as if it had failed."""
+        raise
+
+
 class Screen:
     """Rank 0's view of the run; quiet but for a line per epoch where the output is no terminal."""
 
-    def __init__(self, console: Console, steps: int, epochs: int) -> None:
+    def __init__(self, console: Output, steps: int, epochs: int) -> None:
         self.console = console
         self.epochs = epochs
         self._drawn = 0.0
@@ -80,14 +88,14 @@ def table(values: Mapping[str, Any]) -> None:
 
 def say(line: str) -> None:
     """A line as it is, however long."""
-    Console().print(line, highlight=False, markup=False, soft_wrap=True)
+    Output().print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
 def downloading(name: str) -> Iterator[Callable[[int, int | None], None]]:
     """A bar for a download, on a terminal: give it the bytes that are here, and of how many."""
     columns = (TextColumn(f"fetching {name}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
+    console = Output(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
@@ -106,7 +114,7 @@ def audited(found: Audit) -> None:
             f"{epoch.undone:,}",
             "DIFFER" if not epoch.proven else "agree" if epoch.proven == 1 else f"agree in {epoch.proven:.1%}",
         )
-    Console().print(table)
+    Output().print(table)
     for line in found.odd:
         say(f"odd: {line}")
     verdict = "" if found.sound else ": NOT each sample exactly once, as far as the records tell"

@@ -16,7 +16,7 @@ from typing import Any
 from evenstep import leash, world
 
 AGAIN = 75  # the exit code of a training that stopped when asked: "try again later", as sysexits.h has it
-ECHO = 0.5  # seconds in which a second Ctrl-C is the first one, handed on by a launcher such as torchrun's
+ECHO = 0.5  # seconds in which a rank's second Ctrl-C is the first one, handed on by torchrun
 
 _UNTOUCHED = (signal.SIG_DFL, signal.default_int_handler)
 
@@ -63,11 +63,12 @@ class _Requests:
                 raise Stopped.by(self.asked)
 
     def _came_before(self) -> bool:
-        """Whether Ctrl-C had come already."""
-        now = time.monotonic()
-        if self.interrupted is None:
+        """Whether Ctrl-C had come already, for another time than this."""
+        now, before = time.monotonic(), self.interrupted
+        if before is None:
             self.interrupted = now
-        return now - self.interrupted >= ECHO
+            return False
+        return now - before >= ECHO or world.from_launcher() is None
 
     def _leave(self) -> None:
         if world.from_launcher() is None:
@@ -97,6 +98,16 @@ def interruptible() -> Iterator[None]:
         if _requests.asked is not None:
             raise Stopped.by(_requests.asked)
         yield
+
+
+@contextlib.contextmanager
+def resumable() -> Iterator[None]:
+    """As `interruptible`, for what can be started again by the same line: the exit code says so to schedulers."""
+    try:
+        with interruptible():
+            yield
+    except Stopped as stopped:
+        raise Stopped(stopped.why, AGAIN if stopped.code else 0) from None
 
 
 def requested() -> Signals | None:

@@ -11,14 +11,10 @@ from typing import Any, Self, final
 from evenstep.errors import UserError
 from evenstep.snapshots.storage import BLOCK, Blocks, Folder, Storage, why
 
-FLAT = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "memory"}
+FLAT = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci"}
 """Where folders are but a part of a name, and a file is there only once it is whole."""
 
 S3 = ("s3", "s3a")
-# by themselves botocore and s3fs each try five times: an endpoint that is silent should be found out in a minute
-TRIES = 2
-RETRIES = {"mode": "standard", "total_max_attempts": TRIES}
-S3_OPTIONS = {"connect_timeout": 5, "read_timeout": 15, "retries": RETRIES}
 
 
 def storage_at(address: str) -> Storage:
@@ -33,8 +29,8 @@ def storage_at(address: str) -> Storage:
         raise UserError(f"{address} names no place; it is {protocol}://bucket/prefix, say")
     import fsspec
 
-    options = {"config_kwargs": S3_OPTIONS} if protocol in S3 else {}
     try:
+        options = _s3_options() if protocol in S3 else {}
         filesystem, path = fsspec.core.url_to_fs(
             address, skip_instance_cache=True, use_listings_cache=False, **options
         )
@@ -47,8 +43,14 @@ def storage_at(address: str) -> Storage:
             "that fsspec knows, or a folder"
         ) from None
     if protocol in S3:
-        filesystem.retries = TRIES
+        filesystem.retries = 1  # botocore tries again by itself
     return Remote(filesystem, path.rstrip("/"), protocol)
+
+
+def _s3_options() -> dict[str, Any]:
+    from evenstep.snapshots import s3
+
+    return s3.options()
 
 
 PASSING = {None, EBUSY, EREMOTEIO, EIO, ETIMEDOUT, ECONNREFUSED, ECONNRESET, ENETUNREACH, EHOSTUNREACH}
@@ -124,33 +126,50 @@ class Remote(Storage):
                 yield memoryview(block)
 
     def write(self, path: str, blocks: Blocks) -> None:
-        place, rest = self._place(path), iter(blocks)
+        place = self._place(path)
         if self.protocol in FLAT:
-            first = next(rest, b"")
-            second = next(rest, None)
-            if second is None:  # one request, instead of three
-                with _as_os_errors():
-                    self.filesystem.pipe_file(place, bytes(first))
-                return
-            rest = chain((first, second), rest)
+            self._write_whole(place, iter(blocks))
         else:
-            with _as_os_errors():
-                self.filesystem.makedirs(place.rpartition("/")[0], exist_ok=True)
-        self._stream(place, rest)
+            self._write_aside(place, blocks)
 
-    def _stream(self, place: str, blocks: Blocks) -> None:
+    def _write_whole(self, place: str, blocks: Iterator[bytes | memoryview]) -> None:
+        """Where a file is there once it is whole: in one request, or in parts that become a file in the end."""
+        first = next(blocks, b"")
+        second = next(blocks, None)
+        if second is None:
+            with _as_os_errors():
+                self.filesystem.pipe_file(place, bytes(first))
+            return
         with _as_os_errors():
             target = self.filesystem.open(place, "wb", block_size=BLOCK, autocommit=False)
         try:
-            for block in blocks:
+            for block in chain((first, second), blocks):
                 with _as_os_errors():
                     target.write(block)
             with _as_os_errors():
                 target.close()
                 target.commit()
-        except BaseException:  # closing it, as `with` would, would make a file of the part that is there
+        except BaseException:  # to close it, as `with` would, would make a file of what is there
+            target.closed = True  # nor may collecting the garbage close it
             with contextlib.suppress(Exception):
-                _drop(target)
+                target.discard()
+            raise
+
+    def _write_aside(self, place: str, blocks: Blocks) -> None:
+        """Where a file grows under everyone's eyes: under another name first."""
+        folder, _, name = place.rpartition("/")
+        aside = f"{folder}/.{name}.{uuid.uuid4().hex}"
+        with _as_os_errors():
+            self.filesystem.makedirs(folder, exist_ok=True)
+        try:
+            with self.filesystem.open(aside, "wb") as target:
+                for block in blocks:
+                    target.write(block)
+            with _as_os_errors():
+                self.filesystem.mv(aside, place)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self.filesystem.rm_file(aside)
             raise
 
     def remove(self, path: str) -> None:
@@ -162,15 +181,6 @@ class Remote(Storage):
 
     def _place(self, path: str) -> str:
         return f"{self.prefix}/{path}"
-
-
-def _drop(target: Any) -> None:
-    """What was sent so far is thrown away; without this, collecting the garbage would send the rest."""
-    try:
-        target.closed = True
-    except AttributeError:
-        target.close()
-    target.discard()
 
 
 @contextlib.contextmanager

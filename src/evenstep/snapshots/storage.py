@@ -116,5 +116,5 @@ def in_blocks(content: memoryview) -> Iterator[memoryview]:
 def why(error: Exception) -> str:
     """What went wrong, in a line."""
     if isinstance(error, OSError):
-        return " ".join(str(error.strerror or error or type(error).__name__).split()).rstrip(".")
+        return " ".join(str(error.strerror or str(error) or type(error).__name__).split()).rstrip(".")
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

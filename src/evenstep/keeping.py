@@ -17,7 +17,7 @@ from evenstep.ranks import agreed, board
 from evenstep.records import record, screen
 from evenstep.records.recorder import Recorder
 from evenstep.snapshots.home import Home, Say, at_home, try_out
-from evenstep.snapshots.keeper import Keeper
+from evenstep.snapshots.keeper import Keeper, Unkept
 from evenstep.snapshots.manifest import Damaged, Manifest
 from evenstep.snapshots.mirror import Mirror
 from evenstep.snapshots.restore import take_over
@@ -68,8 +68,10 @@ class Start:
 
     def keeper(
         self, state: State, config: Settled, mirror: Mirror | None, recorder: Recorder, progress: Progress
-    ) -> Keeper:
+    ) -> Keeper | Unkept:
         """Who takes the snapshots."""
+        if not self.home.keeps:
+            return Unkept()
         place, shared = self.home.place, self.home.shared
 
         def records() -> None:
@@ -113,12 +115,24 @@ def begin(files: RunFiles, config: Settled, plan: Plan, epochs: int, place: Worl
     fresh, run, session = agreed(lambda: _named(files), place)
     try_out(config.to, place, say, fresh=fresh)
     home = at_home(files, config.to, place)
+    if not home.keeps:
+        _do_without(files, config, say)
 
     def sound(manifest: Manifest) -> None:
         _check(manifest, run, plan, epochs)
 
     found = None if fresh else home.newest(sound, say)
     return Start(home=home, run=run, session=session, fresh=fresh, found=found, plan=plan)
+
+
+def _do_without(files: RunFiles, config: Settled, say: Say) -> None:
+    why = (
+        f"the run's folder {files.folder} is not the same on all hosts, so no snapshot in it would be whole; "
+        "name a folder that is with --runs, or a place for them with --to, such as s3://bucket/prefix"
+    )
+    if config.snapshot_every is not None:
+        raise UserError(why)
+    say(f"NO snapshots are taken: {why}")
 
 
 def _named(files: RunFiles) -> tuple[bool, str, str]:

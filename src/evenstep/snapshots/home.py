@@ -33,6 +33,11 @@ class Home:
     """All ranks see the run's folder."""
 
     @property
+    def keeps(self) -> bool:
+        """Whether a snapshot can be whole: all ranks see the folder, or there is a place that all reach."""
+        return self.shared or self.afar is not None
+
+    @property
     def folder(self) -> Folder:
         """Of the snapshots that lie here."""
         return Folder(self.files.snapshots)
@@ -49,6 +54,8 @@ class Home:
 
     def newest(self, sound: Sound, say: Say) -> Manifest | None:
         """The newest snapshot that is whole; where it comes from afar, with the records. Every rank has to ask."""
+        if not self.keeps:
+            return None
         places = Places(
             folder=self.folder,
             afar=self._shelf_afar(self.afar) if self.afar else None,
@@ -92,11 +99,6 @@ class Home:
 def at_home(files: RunFiles, to: str | None, place: World) -> Home:
     """Where a run is kept. Every rank has to ask."""
     shared = place.local_size == place.size or _all_see(files, place)
-    if not shared and to is None:
-        raise UserError(
-            f"the run's folder {files.folder} is not the same on all hosts, so no snapshot in it would be whole; "
-            "name a folder that is with --runs, or a place for them with --to, such as s3://bucket/prefix"
-        )
     afar = storage_at(to).within(files.folder.name) if to else None
     return Home(files=files, place=place, afar=afar, shared=shared)
 

@@ -26,6 +26,23 @@ class Witness(Protocol):
         ...
 
 
+class Unkept:
+    """Keeps no snapshots: where none could be whole, and nobody has asked for any."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+
+    def wished(self) -> bool:
+        """Never."""
+        return False
+
+    def take(self, progress: Progress) -> None:
+        """None is taken."""
+
+    def finish(self, stopped: Progress | None) -> None:
+        """There is nothing to wait for."""
+
+
 class Keeper:
     """One rank's snapshots, over a training.
 

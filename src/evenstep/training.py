@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from evenstep import strategies, weights
-from evenstep.batches import Batches, Subset
+from evenstep.batches import Batches, Order, Subset
 from evenstep.config import Config, Settled
 from evenstep.errors import UserError
 from evenstep.evaluation import evaluate
@@ -94,6 +94,7 @@ def train_here(run: Run, config: Settled, task: Task, place: World, device: torc
     epochs, steps = _length(config, plan)
     strategy = _strategy(config, task, place, device)
     stepper = _stepper(config, task, strategy, steps)
+    ordered = _order(config, plan, epochs, place)
     # all that can be wrong with what was asked for has shown by now: only then is there a run
     files = RunFiles(agreed(lambda: run.folder or make_folder(config), place))
     session = agreed(lambda: uuid.uuid4().hex, place)
@@ -102,6 +103,7 @@ def train_here(run: Run, config: Settled, task: Task, place: World, device: torc
         contextlib.closing(
             Recorder(files, place, session=session, steps=steps, epochs=epochs, log_every=config.log_every)
         ) as recorder,
+        ordered as order,
     ):
         recorder.opened(config, plan, strategy.parameters, str(device))
         state = State(model=strategy.model, optimizer=stepper.optimizer, scaler=stepper.scaler)
@@ -109,7 +111,7 @@ def train_here(run: Run, config: Settled, task: Task, place: World, device: torc
         saver = Saver(state, Folder(files.snapshots), board(place), place, keep=config.keep)
         keeper = Keeper(saver, device, minutes=config.snapshot_minutes, report=recorder.snapshot)
         parts = Training(
-            batches=_batches(config, task, data, plan, strategy, augment_seed=config.seed),
+            batches=_batches(config, task, data, order, strategy, augment_seed=config.seed),
             stepper=stepper,
             recorder=recorder,
             validate=_measuring(config, task, strategy, "validation") or dict,
@@ -158,6 +160,25 @@ def _recorded(
     close_record(files, **{"state": "finished", **facts})
 
 
+def _order(config: Settled, plan: Plan, epochs: int, place: World) -> contextlib.AbstractContextManager[Order]:
+    """The plan itself, or a service that hands out the same."""
+    if config.order is None:
+        return contextlib.nullcontext(plan)
+    from evenstep.service.remote import order_at
+
+    return contextlib.closing(
+        order_at(
+            config.order,
+            plan,
+            epochs=epochs,
+            rank=place.rank,
+            world=place.size,
+            token_file=None if config.order_token is None else Path(config.order_token),
+            tls_ca=None if config.order_ca is None else Path(config.order_ca),
+        )
+    )
+
+
 def _wishes(keeper: Keeper, files: RunFiles) -> Wishes:
     """What this rank would like to happen at the next step that suits all."""
     return Wishes(stop=stopping.requested() or files.stop.exists(), snapshot=keeper.wished())
@@ -192,12 +213,12 @@ def _measuring(config: Settled, task: Task, strategy: Strategy, split: str) -> C
 
 
 def _batches(
-    config: Settled, task: Task, data: Any, plan: Plan, strategy: Strategy, *, augment_seed: int | None
+    config: Settled, task: Task, data: Any, order: Order, strategy: Strategy, *, augment_seed: int | None
 ) -> Batches:
     return Batches(
         data,
         task,
-        plan,
+        order,
         rank=strategy.rank,
         world=strategy.world,
         device=strategy.device,

@@ -1,7 +1,6 @@
 """The lease protocol as a machine: whatever is lost, repeated, late or killed, each position is committed once."""
 
 import contextlib
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from evenstep import UserError
 from evenstep.service import ledger as ledgers
@@ -19,7 +18,8 @@ from evenstep.service.refusals import Refused, Why
 from evenstep.service.spec import Spec
 
 LEASE = 10.0
-NAMES = st.sampled_from(["a", "b", "c"])
+NAMES = st.sampled_from(["a", "b", "c", "d"])
+WHICH = st.integers(0, 119)
 
 
 def birth(number: int) -> bytes:
@@ -29,16 +29,12 @@ def birth(number: int) -> bytes:
 class Workers(RuleBasedStateMachine):
     """Workers that take and commit, over a network that loses and repeats, from a server that is killed at times.
 
-    The ledger is a real one. What a worker knows is what it was told; the checks compare that with the ledger.
+    The ledger is a real one, in memory. What a worker knows is what it was told; the checks compare that with the ledger.
     """
 
-    incarnations = Bundle("incarnations")
-
-    @initialize(size=st.integers(1, 60), block=st.integers(1, 9), epochs=st.integers(1, 3))
+    @initialize(size=st.integers(1, 90), block=st.integers(1, 9), epochs=st.integers(1, 3))
     def open(self, size: int, block: int, epochs: int) -> None:
-        self.stack = contextlib.ExitStack()
-        folder = self.stack.enter_context(tempfile.TemporaryDirectory())
-        self.ledger = self.stack.enter_context(ledgers.opened(Path(folder)))
+        self.ledger = ledgers.Ledger(ledgers.connected(":memory:"))
         self.now = 100.0
         self.births = 0
         self.desk = Desk()
@@ -54,8 +50,9 @@ class Workers(RuleBasedStateMachine):
         self.told_over: set[int] = set()
 
     def teardown(self) -> None:
-        if hasattr(self, "stack"):
-            self.stack.close()
+        if hasattr(self, "desk"):
+            self.all_can_come_to_its_end()
+            self.ledger.close()
 
     @property
     def leases(self) -> Leases:
@@ -68,24 +65,37 @@ class Workers(RuleBasedStateMachine):
 
     # What workers do; `heard` is whether the answer reaches them
 
-    @rule(target=incarnations, name=NAMES, heard=st.booleans())
-    def join(self, name: str, heard: bool) -> Any:
+    def one(self, which: int) -> int | None:
+        """One of those that lately joined: mostly one that lives."""
+        lately = sorted(self.held)[-5:]
+        alive = [incarnation for incarnation in lately if incarnation in self.leases.workers]
+        among = lately if which % 5 == 0 or not alive else alive
+        return among[which % len(among)] if among else None
+
+    @rule(name=NAMES, heard=st.booleans())
+    def join(self, name: str, heard: bool) -> None:
         self.births += 1
         found = self.leases.join(name, birth(self.births), self.now)
         self.keep()
         assert found not in self.name, "an incarnation's number is never given twice"
-        self.name[found], self.born[found], self.held[found] = name, birth(self.births), {}
-        return found if heard else multiple()
+        self.name[found], self.born[found] = name, birth(self.births)
+        if heard:
+            self.held[found] = {}
 
-    @rule(incarnation=incarnations)
-    def join_comes_again(self, incarnation: int) -> None:
+    def join_comes_again(self, which: int) -> None:
+        incarnation = self.one(which)
+        if incarnation is None:
+            return
         alive = set(self.leases.workers)
         assert self.leases.join(self.name[incarnation], self.born[incarnation], self.now) == incarnation
         assert set(self.leases.workers) == alive, "an old request ends nobody"
         self.keep()
 
-    @rule(incarnation=incarnations, blocks=st.integers(1, 5), heard=st.booleans())
-    def take(self, incarnation: int, blocks: int, heard: bool) -> None:
+    @rule(which=WHICH, blocks=st.integers(1, 5), heard=st.booleans())
+    def take(self, which: int, blocks: int, heard: bool) -> None:
+        incarnation = self.one(which)
+        if incarnation is None:
+            return
         number = max(self.held[incarnation], default=0) + 1
         epoch = self.leases.epoch
         try:
@@ -106,9 +116,10 @@ class Workers(RuleBasedStateMachine):
             assert 0 < found.seconds < LEASE
             assert self.leases.open_leases(), "who is told to wait waits for somebody"
 
-    @rule(incarnation=incarnations, data=st.data(), heard=st.booleans())
-    def commit(self, incarnation: int, data: st.DataObject, heard: bool) -> None:
-        if not self.held[incarnation]:
+    @rule(which=WHICH, data=st.data(), heard=st.booleans())
+    def commit(self, which: int, data: st.DataObject, heard: bool) -> None:
+        incarnation = self.one(which)
+        if incarnation is None or not self.held[incarnation]:
             return
         number = data.draw(st.sampled_from(sorted(self.held[incarnation])))
         epoch, lease = self.held[incarnation][number]
@@ -132,8 +143,9 @@ class Workers(RuleBasedStateMachine):
                 assert at not in self.acknowledged, f"{at} was acknowledged to {self.acknowledged[at]} before"
                 self.acknowledged[at] = incarnation
 
-    @rule(data=st.data())
-    def commit_comes_again(self, data: st.DataObject) -> None:
+    @rule(which=WHICH, data=st.data())
+    def old_requests_come_again(self, which: int, data: st.DataObject) -> None:
+        self.join_comes_again(which)
         if not self.asked:
             return
         before = self.leases.epoch, self.leases.committed
@@ -145,9 +157,19 @@ class Workers(RuleBasedStateMachine):
         if not known:
             assert (self.leases.epoch, self.leases.committed) == before, "one that is over commits nothing"
 
-    @rule(incarnation=incarnations)
-    def leave(self, incarnation: int) -> None:
-        self.leases.leave(incarnation, self.now)
+    @rule(which=WHICH, name=NAMES, blocks=st.integers(1, 5), data=st.data(), heard=st.booleans())
+    def work(self, which: int, name: str, blocks: int, data: st.DataObject, heard: bool) -> None:
+        """What they do most of the time, in one."""
+        if self.one(which) is None:
+            self.join(name, True)
+        self.take(which, blocks, True)
+        self.commit(which, data, heard)
+
+    @rule(which=WHICH)
+    def leave(self, which: int) -> None:
+        incarnation = self.one(which)
+        if incarnation is not None:
+            self.leases.leave(incarnation, self.now)
         self.keep()
 
     # What befalls the server
@@ -221,7 +243,6 @@ class Workers(RuleBasedStateMachine):
         assert all(len(worker.leases) <= MOST_OPEN for worker in work.workers.values())
         assert len(work.returned) <= sum(len(worker.leases) for worker in work.over.values())
 
-    @rule()
     def all_can_come_to_its_end(self) -> None:
         """From wherever this is: one worker that goes on, within the time of a lease, ends the epoch."""
         epoch = self.leases.epoch
@@ -241,7 +262,7 @@ class Workers(RuleBasedStateMachine):
         assert self.ledger.epoch("s", epoch) == ([(0, self.spec.size)], self.spec.size), "one row"
 
 
-Workers.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Workers.TestCase.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
 TestWorkers = pytest.mark.slow(Workers.TestCase)
 
 

@@ -221,7 +221,7 @@ def opened(folder: Path) -> Iterator[Ledger]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise UserError(f"another server keeps its ledger in {folder}: one folder is for one server") from None
-        ledger = Ledger(_connected(folder / NAME))
+        ledger = Ledger(connected(folder / NAME))
         try:
             yield ledger
         finally:
@@ -230,7 +230,8 @@ def opened(folder: Path) -> Iterator[Ledger]:
         os.close(lock)
 
 
-def _connected(path: Path) -> sqlite3.Connection:
+def connected(path: Path | str) -> sqlite3.Connection:
+    """The database of a ledger, ready to be used; ":memory:" for one that nobody keeps."""
     try:
         # handed between the thread that starts the server and the one that writes, never used by both at once
         db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, cached_statements=64)

@@ -29,7 +29,7 @@ def birth(number: int) -> bytes:
 class Workers(RuleBasedStateMachine):
     """Workers that take and commit, over a network that loses and repeats, from a server that is killed at times.
 
-    The ledger is a real one, in memory. What a worker knows is what it was told; the checks compare that with the ledger.
+    The ledger is a real one, in memory. What a worker knows is what it was told; the checks compare the two.
     """
 
     @initialize(size=st.integers(1, 90), block=st.integers(1, 9), epochs=st.integers(1, 3))

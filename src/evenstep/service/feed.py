@@ -98,6 +98,8 @@ class Feed:
         self._ask = 1  # blocks that the next lease may have
         self._dry = False  # whether the server had nothing, when last asked
         self._ended = False  # whether the epoch is over
+        self._acknowledged = 0.0  # when the server last took a commit, or gave the first lease
+        self._doubted = False  # whether that is so long ago that this incarnation may be over
         self._calls = 0  # signs of life of the one who trains
         self._waiting = False  # it waits for a block now
         self._failed: BaseException | None = None
@@ -121,16 +123,21 @@ class Feed:
         """Whether the last epoch is over."""
         return self.epoch >= self.spec.epochs
 
-    def next(self) -> Block | None:
-        """The next block of the epoch. None where there is none for now, for as long as this worker has blocks
-        that it has not committed: others may wait for these; and none when the epoch is over.
+    def next(self, wait: bool = True) -> Block | None:
+        """The next block of the epoch; None when it is over.
+
+        None, too, where there is nothing for now but what others hold, and it is not to be waited for: for as long
+        as this worker has blocks that it has not committed, they may be what the others wait for.
         """
         with self._changed:
+            if not self._calls:  # nobody has waited for what the thread might have taken before
+                self._changed.notify_all()
             self._calls += 1
-            while not self._rewound and not self._leases:
+            self._doubted = time.monotonic() - self._acknowledged > self.spec.lease_seconds
+            while self._doubted or not (self._rewound or self._leases):
                 if self._failed is not None:
                     raise self._failed
-                if self._ended or (self._dry and self._handed):
+                if self._ended or (self._dry and (self._handed or not wait)):
                     return None
                 self._waiting = True
                 self._changed.notify_all()
@@ -230,11 +237,25 @@ class Feed:
             while True:
                 if self._commits:
                     return self._send
+                if self._doubted:
+                    return self._check
                 if self._closing:
                     return None
-                if not self._ended and len(self._leases) < 2:
+                if self._calls and not self._ended and len(self._leases) < 2:
                     return self._take
                 self._changed.wait()
+
+    def _check(self) -> None:
+        """Whether what is here is still this worker's: asking once more for a lease it has had tells."""
+        if self._leases:
+            held = self._leases[0]
+            request = pb.TakeRequest(
+                session=self.session, incarnation=held.incarnation, lease=held.number, epoch=held.epoch, blocks=1
+            )
+            self.connection.call("Take", request, pb.TakeReply)
+        with self._changed:
+            self._doubted = False
+            self._changed.notify_all()
 
     def _take(self) -> None:
         """One lease more."""
@@ -267,6 +288,7 @@ class Feed:
         with self._changed:
             self._taken = lease.lease
             self._dry = False
+            self._acknowledged = max(self._acknowledged, held.began) if self._leases else held.began
             if not self._leases:  # they were waited for: fewer and larger ones will do
                 self._ask = min(2 * self._ask, self._most())
             self._leases.append(held)
@@ -281,6 +303,7 @@ class Feed:
         )
         self.connection.call("Commit", request, pb.CommitReply)
         with self._changed:
+            self._acknowledged = time.monotonic()
             latest = self._commits.pop((incarnation, number))[1]
             if latest > stop:
                 self._commits[incarnation, number] = (stop, latest)
@@ -295,6 +318,8 @@ class Feed:
             self._commits.clear()
             self._leases.clear()
             self._rewound.clear()
+            self._doubted = False
+            self._changed.notify_all()
             calls = self._calls
             while self._calls == calls and not self._waiting and not self._closing:
                 self._changed.wait()

@@ -6,12 +6,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from torch.utils.data import Sampler
+from torch.utils.data import Sampler, get_worker_info
 
 from evenstep.errors import UserError
 from evenstep.order.permutation import Indices
+from evenstep.service import order_pb2 as pb
 from evenstep.service.connection import Connection, session_at
-from evenstep.service.feed import Feed
+from evenstep.service.feed import FIRST_WORDS, Feed
 
 
 class Reader:
@@ -26,8 +27,9 @@ class Reader:
     interrupted before is worked on again, by whoever comes next. So this is for loops that are done with a block
     when they ask for another; where something reads ahead of them, as a DataLoader does, take `ServiceSampler`.
 
-    It can be handed to other processes, by fork or spawn, the workers of a DataLoader for one: each reads as a
-    worker of its own.
+    It can be handed to other processes, by fork or spawn: each reads as a worker of its own. In the workers of a
+    DataLoader (under an IterableDataset) a loop ends when there is nothing more to be had for now; so loop over
+    the loader until `over`, as with `ServiceSampler`.
     """
 
     def __init__(
@@ -51,26 +53,40 @@ class Reader:
     @property
     def epoch(self) -> int:
         """The epoch that comes next, or that is being read."""
-        return self.feed.epoch
+        return self._stands()[0]
 
     @property
     def over(self) -> bool:
         """Whether all epochs are over."""
-        return self.feed.over
+        epoch, epochs = self._stands()
+        return epoch == epochs
 
     @property
     def refused(self) -> int:
         """Samples that were worked on too late: others did so again."""
-        return self.feed.refused
+        return self._feed.refused if self._feed is not None else 0
 
     def __iter__(self) -> Iterator[Indices]:
         feed = self.feed
         feed.rewind()
         feed.next_epoch()
-        while (block := feed.next()) is not None:
+        # a loader takes from its workers in turn: one that waited for what another holds would wait for ever
+        wait = get_worker_info() is None
+        while (block := feed.next(wait)) is not None:
             yield block.indices
             feed.commit()
         feed.settle()
+
+    def _stands(self) -> tuple[int, int]:
+        """The epoch, of how many: as this process has read, or as the server says where only others read."""
+        if self._feed is not None and self._process == os.getpid():
+            return self._feed.epoch, self._feed.spec.epochs
+        connection = self._connect()
+        try:
+            session = connection.call("Show", pb.ShowRequest(session=self.session), pb.Session, FIRST_WORDS)
+        finally:
+            connection.close()
+        return session.epoch, session.plan.epochs
 
     @property
     def feed(self) -> Feed:
@@ -121,7 +137,8 @@ class ServiceSampler(Sampler[list[int]]):
     def __init__(self, data: Sized | int, address: str, **options: Any) -> None:
         size = data if isinstance(data, int) else len(data)
         self.reader = Reader(address, size=size, **options)
-        self._drawn = self._counted = False
+        self._counted = False  # whether take() is called at all
+        self._silent = False  # a whole loop went by without it
 
     @property
     def epoch(self) -> int:
@@ -139,18 +156,20 @@ class ServiceSampler(Sampler[list[int]]):
         return self.reader.refused
 
     def __iter__(self) -> Iterator[list[int]]:
-        if self._drawn and not self._counted:
+        if self._silent:
             raise UserError("call take() on the sampler after each batch: nothing else tells what was trained on")
         feed = self.reader.feed
         feed.rewind()
         feed.next_epoch()
+        drawn = False
         while (block := feed.next()) is not None:
-            self._drawn = True
+            drawn = True
             yield block.indices.tolist()
+        self._silent = drawn and not self._counted
 
     def take(self) -> None:
         """The training is done with the oldest batch that it has not said this of."""
-        self._counted = True
+        self._counted, self._silent = True, False
         self.reader.feed.commit()
 
     def close(self) -> None:

@@ -96,7 +96,8 @@ async def _serve(
         port = _bind(server, serving, credentials)
         if serving.metrics_port is not None:
             page = metrics.page(lambda: handlers.desk, token)
-            stack.enter_context(metrics.serving(page, serving.host, serving.metrics_port))
+            shown = stack.enter_context(metrics.serving(page, serving.host, serving.metrics_port))
+            say(f"metrics at http://{_shown(serving.host)}:{shown}/metrics")
         await server.start()
         say(f"order service at {_shown(serving.host)}:{port}, its ledger in {serving.data}")
         await stop.wait()
@@ -177,17 +178,23 @@ def _credentials(serving: Serving) -> grpc.ServerCredentials | None:
 def _bind(server: Any, serving: Serving, credentials: grpc.ServerCredentials | None) -> int:
     address = f"{_shown(serving.host)}:{serving.port}"
     try:
+        _try(serving.host, serving.port)
         port: int = (
             server.add_insecure_port(address)
             if credentials is None
             else server.add_secure_port(address, credentials)
         )
-    except RuntimeError:
-        raise UserError(
-            f"{address} cannot be served: the port is taken, or the address is not this machine's; name another "
-            "with --port or --host"
-        ) from None
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"{address} cannot be served: {error}; name another with --port or --host") from None
     return port
+
+
+def _try(host: str, port: int) -> None:
+    """Whether the port can be had: gRPC would say that it cannot in lines of its own."""
+    kind, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(kind, socket.SOCK_STREAM) as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        trial.bind(address)
 
 
 def _shown(host: str) -> str:

@@ -28,7 +28,7 @@ def sessions(found: Sequence[pb.Session]) -> None:
             session.name,
             f"{session.plan.size:,}",
             _epoch(session),
-            f"{session.committed:,} ({session.committed / session.plan.size:.0%})",
+            "" if _ended(session) else f"{session.committed:,} ({session.committed / session.plan.size:.0%})",
             f"{session.rate:,.0f}/s",
             f"{session.workers_in_all:,}",
             f"{session.leases:,}",
@@ -66,9 +66,13 @@ def session(found: pb.Session) -> None:
 def _epoch(session: pb.Session) -> str:
     if session.closed:
         return "closed"
-    if session.epoch == session.plan.epochs:
+    if _ended(session):
         return f"all {session.plan.epochs:,} over"
     return f"{session.epoch + 1:,} of {session.plan.epochs:,}"
+
+
+def _ended(session: pb.Session) -> bool:
+    return session.epoch == session.plan.epochs
 
 
 def _slowest(session: pb.Session) -> str:

@@ -36,4 +36,4 @@ def test_notes_that_contradict_each_other_are_found(tmp_path: Path) -> None:
 def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").touch()
     with pytest.raises(UserError, match="is not empty"):
-        chaos.run(tmp_path)
+        chaos.run(tmp_path, say=str)

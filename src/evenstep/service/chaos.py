@@ -71,7 +71,7 @@ def run(
     epochs: int = 3,
     lease_seconds: float = 2.0,
     seed: int = 0,
-    say: Callable[[str], None] = lambda line: None,
+    say: Callable[[str], None],
 ) -> Outcome:
     """Kill so many workers, and the server so many times, while they read some epochs."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -89,8 +89,7 @@ def run(
         trouble.make(kills, say)
         (folder / "hurry").touch()
         _wait_for(crew, say)
-        outcome = _outcome(folder, size, trouble, proxy)
-    return outcome
+        return _outcome(folder, size, trouble, proxy)
 
 
 def _outcome(folder: Path, size: int, trouble: "_Trouble", proxy: Proxy) -> Outcome:
@@ -164,7 +163,7 @@ class _Served:
 
     def start(self) -> None:
         """Returns when it takes connections."""
-        command = [sys.executable, "-m", "evenstep", "serve", "--data", self.data, "--port", str(self.port)]
+        command = [sys.executable, "-m", "evenstep", "serve", "--data", str(self.data), "--port", str(self.port)]
         with (self.data.with_name("server.log")).open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
         deadline = time.monotonic() + UP_WITHIN

@@ -1,4 +1,4 @@
-"""A network that misbehaves: a TCP proxy that delays what passes, cuts connections, and lets some hang for a while."""
+"""A network that misbehaves: a TCP proxy that delays what passes, cuts connections, and lets some hang."""
 
 import asyncio
 import contextlib

@@ -23,7 +23,7 @@ FLOORS = (
     {"order"},
     {"config", "progress"},
     {"tasks", "watch"},
-    {"optimizing", "metrics", "batches", "ranks"},
+    {"optimizing", "metrics", "batches", "ranks", "service"},
     {"strategies"},
     {"step", "evaluation", "weights"},
     {"snapshots"},

@@ -329,13 +329,15 @@ def test_progress_keeps_all_leases_and_asking_keeps_none(leases: Leases) -> None
 
 
 def test_towards_the_end_leases_get_smaller(leases: Leases) -> None:
+    """So that all end at about the same time, however many blocks each asks for."""
     workers = [leases.join(f"w{number}", birth(number), 0.0) for number in range(2)]
+    assert taken(leases, workers[1], 1).stop == 10, "another one holds something, too"
     sizes = []
     for number in range(1, 20):
-        for worker in workers:
+        for worker in workers[:1]:
             found = leases.take(worker, number, 0, 100, 0.0)
             if isinstance(found, Later):
-                assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1] == 10
+                assert sizes == sorted(sizes, reverse=True) and 50 >= sizes[0] > sizes[-1] == 10
                 return
             assert isinstance(found, Lease)
             sizes.append(found.stop - found.start)

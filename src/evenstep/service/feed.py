@@ -22,6 +22,7 @@ from evenstep.service import wire
 from evenstep.service.connection import Closed, Connection, Over
 from evenstep.service.spec import Spec
 
+SOON = 0.002  # seconds, after which to ask again where there was nothing; then twice as many
 MOST_BLOCKS = 4096  # in a lease
 MOST_SAMPLES = 1 << 18  # in a lease of more than one block: what waits here takes 2 MB
 FIRST_WORDS = 30.0  # seconds to get through with them at the start
@@ -97,6 +98,8 @@ class Feed:
         self._taken = 0  # leases of this incarnation
         self._ask = 1  # blocks that the next lease may have
         self._dry = False  # whether the server had nothing, when last asked
+        self._took = False  # whether the last message asked for a lease
+        self._pause = SOON  # before it is asked again
         self._ended = False  # whether the epoch is over
         self._acknowledged = 0.0  # when the server last took a commit, or gave the first lease
         self._doubted = False  # whether that is so long ago that this incarnation may be over
@@ -235,13 +238,16 @@ class Feed:
         """What is to be done next; waits until there is something. None when all is done."""
         with self._changed:
             while True:
-                if self._commits:
+                reads = self._calls and not self._ended and len(self._leases) < 2 and not self._closing
+                if self._commits and (self._took or self._dry or not reads):
+                    self._took = False  # in turns, so that neither waits for long
                     return self._send
                 if self._doubted:
                     return self._check
                 if self._closing:
                     return None
-                if self._calls and not self._ended and len(self._leases) < 2:
+                if reads:
+                    self._took = True
                     return self._take
                 self._changed.wait()
 
@@ -277,7 +283,8 @@ class Feed:
             self._dry = True
             self._changed.notify_all()
             if not self._ended and not self._commits and not self._closing:
-                self._changed.wait(reply.wait.milliseconds / 1000)
+                self._changed.wait(min(self._pause, reply.wait.milliseconds / 1000))
+                self._pause *= 2
 
     def _hold(self, lease: pb.Lease) -> None:
         """A lease is here: look up its samples."""
@@ -287,7 +294,7 @@ class Feed:
         )
         with self._changed:
             self._taken = lease.lease
-            self._dry = False
+            self._dry, self._pause = False, SOON
             self._acknowledged = max(self._acknowledged, held.began) if self._leases else held.began
             if not self._leases:  # they were waited for: fewer and larger ones will do
                 self._ask = min(2 * self._ask, self._most())

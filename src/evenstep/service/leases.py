@@ -23,6 +23,7 @@ MOST_OPEN = 16  # leases of a worker
 MOST_WORKERS = 100_000
 MOST_OVER = 10_000
 FORGOTTEN_AFTER = 3600.0  # seconds in which a retry of an incarnation that is over gets its true answer
+SMALLER = 4  # times smaller than asked for leases become at least, where there are enough for all
 SHARES = 2  # leases that each busy worker has still to take, at least: so that all end at about the same time
 
 
@@ -268,8 +269,12 @@ class Leases:
     def _fair(self, worker: Worker, blocks: int) -> int:
         """Not so many blocks that the others run out long before this one has trained on them."""
         busy = sum(1 for _ in self.holders()) + (not worker.leases)
+        if busy == 1:
+            return blocks
         left = -(-(self.size - self.handed_out()) // self.block)
-        return max(1, min(blocks, left // (SHARES * busy)))
+        # one that asks for many is quick with them: a part of that is a fair share, if there is one for each
+        share = max(left // (SHARES * busy), min(blocks // SMALLER, left // busy))
+        return max(1, min(blocks, share))
 
     def _free(self, blocks: int) -> tuple[int, int] | None:
         """Positions that nobody holds, up to the end of a block; what came back goes first."""

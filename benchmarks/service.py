@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -57,38 +57,35 @@ def main() -> None:
     if args.rpyc:
         serve_rpyc(int(args.rpyc[0]), int(args.rpyc[1]))
         return
-    cases = []
-    for size in args.sizes:
-        with ExitStack() as servers:
-            ports = {
-                way: servers.enter_context(serving(way, size))
-                for way in SERVERS
-                if set(args.ways) & {*SERVERS[way]}
-            }
-            for clients in args.clients:
-                for way in args.ways:
-                    pid, port = next(at for kind, at in ports.items() if way in SERVERS[kind])
-                    found = together(way, clients, port, size, args.seconds)
-                    cases.append(
-                        {"way": way, "clients": clients, "size": size, "server_bytes": resident(pid), **found}
-                    )
+    cases = [case for size in args.sizes for case in cases_of(size, args.clients, args.ways, args.seconds)]
     memory = resident_at(LARGEST)
     show(cases, memory)
     figures.write(args.out, PACKAGES, cases=cases, server_bytes_at_largest=memory, command=sys.argv)
+
+
+def cases_of(size: int, clients: Sequence[int], ways: Sequence[str], seconds: float) -> Iterator[dict[str, Any]]:
+    """All of one size, from two servers."""
+    with ExitStack() as servers:
+        at = {}
+        for kind, its_ways in SERVERS.items():
+            if {*ways} & {*its_ways}:
+                at |= dict.fromkeys(its_ways, servers.enter_context(serving(kind, size)))
+        for count in clients:
+            for way in ways:
+                pid, port = at[way]
+                found = together(way, count, port, size, seconds)
+                yield {"way": way, "clients": count, "size": size, "server_bytes": resident(pid), **found}
 
 
 def show(cases: list[dict[str, Any]], memory: int) -> None:
     rates = {(case["way"], case["clients"], case["size"]): case["indices_per_s"] for case in cases}
     rows = []
     for case in cases:
-        against = (
-            rates.get((case["way"], case["clients"], case["size"])),
-            rates.get(("evenstep", case["clients"], case["size"])),
-        )
-        times = f"{against[1] / against[0]:,.0f}" if case["way"] != "evenstep" and all(against) else ""
+        ours = rates.get(("evenstep", case["clients"], case["size"]))
+        times = f"{ours / case['indices_per_s']:,.0f}" if ours and case["way"] != "evenstep" else ""
         rows.append(
             [
-                f"{case['way']}, {case['clients']} clients, N = {case['size']:.0e}",
+                f"{case['way']}, {case['clients']} clients, N = 10^{len(str(case['size'])) - 1}",
                 f"{case['indices_per_s']:,.0f}",
                 f"{case['p50_ms']:.3f} ms",
                 f"{case['p99_ms']:.3f} ms",
@@ -97,7 +94,7 @@ def show(cases: list[dict[str, Any]], memory: int) -> None:
             ]
         )
     figures.show(["", "indices/s", "p50 of 256", "p99", "server", "evenstep's times that"], rows)
-    print(f"\nevenstep's server with a session of N = {LARGEST:.0e}: {memory / 1e6:.0f} MB")
+    print(f"\nevenstep's server with a session of N = 10^{len(str(LARGEST)) - 1}: {memory / 1e6:.0f} MB")
     print("targets: " + ", ".join(f"{times:,} times {way}" for way, times in TARGETS.items()) + " at 8 clients")
 
 
@@ -105,11 +102,15 @@ def show(cases: list[dict[str, Any]], memory: int) -> None:
 
 
 def together(way: str, clients: int, port: int, size: int, seconds: float) -> dict[str, float]:
+    """All clients' rate together, and what one waits for a batch."""
+    if way == "evenstep":  # a session for each case: what the last one's clients held is not waited for
+        with Client(f"127.0.0.1:{port}") as client:
+            client.open(f"for-{clients}", Spec(size=size, block=BLOCK, epochs=1_000_000, lease_seconds=600.0))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["service"])
     barrier, answers = context.Barrier(clients), context.Queue()
     processes = [
-        context.Process(target=read, args=(way, port, size, seconds, barrier, answers)) for _ in range(clients)
+        context.Process(target=read, args=(way, port, clients, seconds, barrier, answers)) for _ in range(clients)
     ]
     for process in processes:
         process.start()
@@ -124,9 +125,9 @@ def together(way: str, clients: int, port: int, size: int, seconds: float) -> di
     }
 
 
-def read(way: str, port: int, size: int, seconds: float, barrier: Any, answers: Any) -> None:
+def read(way: str, port: int, clients: int, seconds: float, barrier: Any, answers: Any) -> None:
     """A client: its rate, and how long it waited each time."""
-    batches = CLIENT[way](port, size)
+    batches = CLIENT[way](port, clients)
     next(batches)
     barrier.wait()
     began = last = time.perf_counter()
@@ -142,8 +143,8 @@ def read(way: str, port: int, size: int, seconds: float, barrier: Any, answers: 
     os._exit(0)  # what the client still holds is not the question
 
 
-def read_evenstep(port: int, size: int) -> Any:
-    reader = Reader(f"grpc://127.0.0.1:{port}/bench", size=size)
+def read_evenstep(port: int, clients: int) -> Any:
+    reader = Reader(f"grpc://127.0.0.1:{port}/for-{clients}")
     while True:
         yield from reader
 
@@ -183,9 +184,6 @@ def serving(kind: str, size: int) -> Iterator[tuple[int, int]]:
         server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         try:
             wait_for(port, server)
-            if kind == "evenstep":
-                with Client(f"127.0.0.1:{port}") as client:
-                    client.open("bench", Spec(size=size, block=BLOCK, epochs=1_000_000))
             yield server.pid, port
         finally:
             server.kill()

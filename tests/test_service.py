@@ -24,7 +24,7 @@ from evenstep.service import order_pb2 as pb
 from evenstep.service.connection import Connection, Server
 from evenstep.service.feed import LeaseLost
 from evenstep.service.reader import Reader, ServiceSampler
-from evenstep.service.remote import RemoteOrder, even_sampler, order_at
+from evenstep.service.remote import RemoteOrder, even_sampler, order_at, spec_at
 from serving import Served, serving
 
 ROOT = Path(__file__).parent.parent
@@ -184,6 +184,8 @@ def test_nobody_waits_for_a_loader_that_holds_the_last_blocks_itself(served: Ser
 def test_a_loop_that_does_not_say_what_it_took_is_told_to(served: Served) -> None:
     served.open("silent", size=8, block=4)
     sampler = ServiceSampler(8, served.at("silent"))
+    with pytest.raises(ValueError, match="once for each"):
+        sampler.take()
     assert len(list(sampler)) == 2
     with pytest.raises(UserError, match=r"call take\(\)"):
         list(sampler)
@@ -275,7 +277,8 @@ def test_lockstep_is_the_plan_for_every_rank(served: Served, policy: str, world:
 
 
 def rank_of(served: Served, name: str, rank: int, world: int) -> RemoteOrder:
-    return RemoteOrder(Connection(Server(target=served.target), patience=10), name, rank, world)
+    connection = Connection(Server(target=served.target), patience=10)
+    return RemoteOrder(connection, name, spec_at(connection, name), rank, world)
 
 
 def test_a_loop_of_ones_own_reads_in_lockstep(served: Served) -> None:

@@ -164,6 +164,8 @@ class Feed:
         with self._changed:
             if self._failed is not None:
                 raise self._failed
+            if not self._handed:
+                raise ValueError("more blocks were committed than handed out: once for each")
             self._calls += 1
             block = self._handed.popleft()
             if block.incarnation != self.incarnation:

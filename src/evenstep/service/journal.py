@@ -38,7 +38,7 @@ class Journal:
             await asyncio.shield(batch.written)
 
     async def run(self) -> None:
-        """Write, until cancelled; what was asked for before that is still written."""
+        """Write, until cancelled."""
         loop = asyncio.get_running_loop()
         with ThreadPoolExecutor(1, thread_name_prefix="ledger") as thread:
             while True:

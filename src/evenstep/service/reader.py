@@ -169,8 +169,8 @@ class ServiceSampler(Sampler[list[int]]):
 
     def take(self) -> None:
         """The training is done with the oldest batch that it has not said this of."""
-        self._counted, self._silent = True, False
         self.reader.feed.commit()
+        self._counted, self._silent = True, False
 
     def close(self) -> None:
         """Send what is committed, and give back what is not."""

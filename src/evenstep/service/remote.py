@@ -25,14 +25,13 @@ class RemoteOrder:
     and how far that has come is told behind it, so that it waits for neither; it waits for a server that is away.
     """
 
-    def __init__(self, connection: Connection, session: str, rank: int, world: int) -> None:
+    def __init__(self, connection: Connection, session: str, spec: Spec, rank: int, world: int) -> None:
         self.connection = connection
         self.session = session
+        self.spec = spec
+        self.plan = spec.plan
         self.rank = rank
         self.world = world
-        told = connection.call("Show", pb.ShowRequest(session=session), pb.Session, FIRST_WORDS)
-        self.spec = wire.spec_of(told.plan)
-        self.plan = self.spec.plan
         self._asking = ThreadPoolExecutor(1, thread_name_prefix="order")
         self._telling = ThreadPoolExecutor(1, thread_name_prefix="order")
         self._told: Future[Any] | None = None
@@ -123,17 +122,30 @@ def order_at(
 ) -> RemoteOrder:
     """The order of a training that would otherwise follow this plan; a session of another plan is refused."""
     server, session = session_at(address, token_file=token_file, tls_ca=tls_ca)
-    order = RemoteOrder(Connection(server), session, rank, world)
-    wanted = replace(order.spec, **_named(plan), world=world)
-    differs = differences(wanted, order.spec, "world")
-    if order.spec.epochs < epochs:
-        differs = ", ".join(filter(None, (differs, f"epochs {order.spec.epochs} instead of {epochs}")))
+    connection = Connection(server)
+    try:
+        spec = spec_at(connection, session)
+        _check(session, spec, replace(spec, **_named(plan), world=world), epochs)
+    except UserError:
+        connection.close()
+        raise
+    return RemoteOrder(connection, session, spec, rank, world)
+
+
+def spec_at(connection: Connection, session: str) -> Spec:
+    """What a session was opened with."""
+    told = connection.call("Show", pb.ShowRequest(session=session), pb.Session, FIRST_WORDS)
+    return wire.spec_of(told.plan)
+
+
+def _check(session: str, spec: Spec, wanted: Spec, epochs: int) -> None:
+    differs = differences(wanted, spec, "world")
+    if spec.epochs < epochs:
+        differs = ", ".join(filter(None, (differs, f"epochs {spec.epochs} instead of {epochs}")))
     if differs:
-        order.close()
         raise UserError(
             f"session {session} is of another training: it has {differs}; for this one: {_line(wanted, epochs)}"
         )
-    return order
 
 
 def _named(plan: Plan) -> dict[str, Any]:

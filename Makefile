@@ -1,10 +1,10 @@
 # make demo: trains on this machine, from nothing.   make test: every check.   make check: style and types alone.
-# make docs: docs/commands.md, from the commands themselves.
+# make docs: docs/commands.md, from the commands themselves.   make proto: the code of the order service's messages.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check docs clean
+.PHONY: demo test check docs proto clean
 
 demo: $(VENV)/demo
 	$(BIN)/python examples/demo.py
@@ -20,13 +20,17 @@ check: $(VENV)/test
 docs: $(VENV)/test
 	$(BIN)/python docs/write_commands.py
 
+proto: $(VENV)/test
+	$(BIN)/python -m grpc_tools.protoc -Isrc --python_out=src --pyi_out=src src/evenstep/service/order.proto
+
 $(VENV)/demo: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
 	touch $@
 
 $(VENV)/test: $(VENV)/demo
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[vision,s3,bench,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+	  --editable '.[service,vision,s3,bench,dev]'
 	touch $@
 
 clean:

@@ -23,7 +23,7 @@ FLOORS = (
     {"order"},
     {"config", "progress"},
     {"tasks", "watch"},
-    {"optimizing", "metrics", "batches", "ranks", "pulse"},
+    {"optimizing", "metrics", "batches", "ranks", "pulse", "service"},
     {"strategies"},
     {"step", "evaluation", "weights"},
     {"snapshots"},

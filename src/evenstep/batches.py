@@ -33,6 +33,10 @@ class Order(Protocol):
         """What a rank computes in each step, from `step` on."""
         ...
 
+    def taken(self, epoch: int, step: int) -> None:
+        """This rank has trained on its shares of all steps before this one."""
+        ...
+
 
 class Part(NamedTuple):
     """The samples of a batch small enough to compute at once."""
@@ -117,6 +121,10 @@ class Batches:
     def steps(self, epoch: int) -> int:
         """Global steps in an epoch."""
         return self.order.steps(epoch)
+
+    def taken(self, epoch: int, step: int) -> None:
+        """All steps of an epoch before this one are trained on."""
+        self.order.taken(epoch, step)
 
     def epoch(self, epoch: int, step: int = 0) -> Iterator[Step]:
         """The steps of an epoch, from `step` on."""

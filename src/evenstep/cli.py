@@ -1,16 +1,20 @@
 """The command `evenstep`: reads the words, puts the parts together, and says in one line what is wrong."""
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from evenstep import __version__, world
 from evenstep.errors import UserError
 from evenstep.options import Parser, add_options
+
+if TYPE_CHECKING:
+    from evenstep.service.client import Client
 
 RUN = "a run's folder, its name, or the address where it is kept (see --to)"
 ABOUT = "Train a PyTorch model on any number of processes, with the same result on each."
@@ -102,8 +106,8 @@ def make_parser() -> Parser:
     resume.add_argument("--to", default=argparse.SUPPRESS, metavar="ADDRESS", help="keep the run there as well")
     resume.add_argument("--runs", default="runs", metavar="DIR", help="the folder of runs")
 
-    audit = _command(commands, "audit", _audit, "prove from a run's records that no sample was lost or repeated")
-    audit.add_argument("run", metavar="RUN", help=RUN)
+    audit = _command(commands, "audit", _audit, "prove from the records that no sample was lost or repeated")
+    audit.add_argument("run", metavar="RUN", help=f"{RUN}; or the folder of an order service")
     audit.add_argument("--runs", default="runs", metavar="DIR", help="the folder of runs")
 
     export = _command(commands, "export", _export, "write a run's weights to a file of their own")
@@ -128,6 +132,8 @@ def make_parser() -> Parser:
     evaluate.add_argument("--data", default=argparse.SUPPRESS, metavar="DIR", help="the folder of data sets")
     evaluate.add_argument("--runs", default="runs", metavar="DIR", help="the folder of runs")
 
+    _add_service(commands)
+
     data = _command(commands, "data", None, "the data sets of the tasks that come with evenstep")
     actions = data.add_subparsers(title="commands", metavar="COMMAND")
     listing = _command(actions, "list", _data_list, "what there is, and where")
@@ -138,6 +144,55 @@ def make_parser() -> Parser:
             "--data", type=Path, metavar="DIR", help="the folder of data sets (default: EVENSTEP_DATA, or ./data)"
         )
     return parser
+
+
+def _add_service(commands: Any) -> None:
+    """The commands of the order service."""
+    from evenstep.order.plan import DEALS, POLICIES
+    from evenstep.service.spec import Spec
+
+    serve = _command(commands, "serve", _serve, "hand out orders of data sets to any number of readers, by gRPC")
+    serve.add_argument(
+        "--data", type=Path, metavar="DIR", help="the folder of its ledger; nothing is written elsewhere"
+    )
+    serve.add_argument(
+        "--host", default="127.0.0.1", metavar="NAME", help="the address to serve (default: this machine)"
+    )
+    serve.add_argument(
+        "--port", type=int, default=7077, metavar="N", help="7077, unless given; 0 for any that is free"
+    )
+    serve.add_argument("--metrics-port", type=int, metavar="N", help="serve /metrics there, for Prometheus")
+    serve.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="let in only who has the token in this file"
+    )
+    serve.add_argument("--tls-cert", type=Path, metavar="FILE", help="encrypt, with this certificate (PEM)")
+    serve.add_argument("--tls-key", type=Path, metavar="FILE", help="the certificate's private key (PEM)")
+    serve.add_argument(
+        "--tls-ca", type=Path, metavar="FILE", help="with --status: the certificates to trust (PEM)"
+    )
+    serve.add_argument(
+        "--status", action="store_true", help="say how the server at --host and --port stands, and end"
+    )
+
+    session = _command(commands, "session", None, "sessions of an order service: passes over a data set")
+    actions = session.add_subparsers(title="commands", metavar="COMMAND")
+    opening = _command(actions, "open", _session_open, "open a session; one that is there with this plan is found")
+    opening.add_argument("--name", required=True, metavar="NAME", help="its name")
+    add_options(opening, Spec, {"policy": tuple(POLICIES), "deal": tuple(DEALS)})
+    listing = _command(actions, "list", _session_list, "all sessions, and where they stand")
+    show = _command(actions, "show", _session_show, "one session, with its workers")
+    close = _command(actions, "close", _session_close, "let a session hand out nothing more")
+    close.add_argument("--forget", action="store_true", help="remove its ledger too; its name is free again")
+    for command in (show, close):
+        command.add_argument("name", metavar="NAME", help="its name")
+    for command in (opening, listing, show, close):
+        command.add_argument(
+            "--server", default="127.0.0.1:7077", metavar="HOST:PORT", help="where evenstep serve is"
+        )
+        command.add_argument("--token-file", type=Path, metavar="FILE", help="a file with the server's token")
+        command.add_argument(
+            "--tls-ca", type=Path, metavar="FILE", help="the certificates to trust (PEM), for TLS"
+        )
 
 
 def _command(commands: Any, name: str, act: Any, about: str) -> Parser:
@@ -177,6 +232,11 @@ def _resume(run: str, runs: str, **options: Any) -> None:
 
 
 def _audit(run: str, runs: str) -> None:
+    from evenstep.service.audit import is_ledger
+
+    if is_ledger(Path(run)):
+        _audit_ledger(Path(run))
+        return
     from evenstep.records.audit import audit
     from evenstep.records.screen import audited
     from evenstep.snapshots.abroad import located
@@ -186,6 +246,81 @@ def _audit(run: str, runs: str) -> None:
     audited(found)
     if not found.sound:
         sys.exit(1)
+
+
+def _audit_ledger(folder: Path) -> None:
+    from evenstep.service import shown
+    from evenstep.service.audit import audit
+
+    epochs = audit(folder)
+    shown.audited(epochs)
+    if not all(epoch.sound for epoch in epochs):
+        sys.exit(1)
+
+
+def _serve(status: bool, data: Path | None, tls_ca: Path | None, **options: Any) -> None:
+    with _service_extra():
+        from evenstep.service import shown
+        from evenstep.service.client import Client
+        from evenstep.service.server import Serving, serve
+    if status:
+        where = f"{options['host']}:{options['port']}"
+        with Client(where, token_file=options["token_file"], tls_ca=tls_ca) as client:
+            shown.sessions(client.list())
+        return
+    if data is None:
+        raise UserError(
+            "serve from what? --data DIR names the folder of the ledger; it is made if it is not there"
+        )
+    serve(Serving(data=data, **options), shown.say)
+
+
+def _session_open(name: str, server: str, token_file: Path | None, tls_ca: Path | None, **options: Any) -> None:
+    from evenstep.service import shown
+    from evenstep.service.spec import Spec
+
+    if "size" not in options:
+        raise UserError("a session is of how many samples? --size N says it")
+    if options.get("policy") in ("shards", "blocks"):
+        options.setdefault("dealt_to", options.get("world") or 1)
+    with _client(server, token_file, tls_ca) as client:
+        shown.session(client.open(name, Spec(**options)))
+
+
+def _session_list(server: str, token_file: Path | None, tls_ca: Path | None) -> None:
+    from evenstep.service import shown
+
+    with _client(server, token_file, tls_ca) as client:
+        shown.sessions(client.list())
+
+
+def _session_show(name: str, server: str, token_file: Path | None, tls_ca: Path | None) -> None:
+    from evenstep.service import shown
+
+    with _client(server, token_file, tls_ca) as client:
+        shown.session(client.show(name))
+
+
+def _session_close(name: str, forget: bool, server: str, token_file: Path | None, tls_ca: Path | None) -> None:
+    from evenstep.service import shown
+
+    with _client(server, token_file, tls_ca) as client:
+        client.close_session(name, forget=forget)
+    shown.say(f"session {name} is {'forgotten' if forget else 'closed'}")
+
+
+def _client(server: str, token_file: Path | None, tls_ca: Path | None) -> "Client":
+    with _service_extra():
+        from evenstep.service.client import Client
+    return Client(server, token_file=token_file, tls_ca=tls_ca)
+
+
+@contextlib.contextmanager
+def _service_extra() -> Iterator[None]:
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise UserError(f"the order service needs {error.name}: pip install 'evenstep[service]'") from None
 
 
 def _export(run: str, file: Path, weights: str, runs: str) -> None:

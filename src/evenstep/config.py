@@ -124,6 +124,12 @@ class Config:
     """How policy blocks deals: round_robin or random."""
     dealt_to: int | None = None
     """Workers among whom shards and blocks are dealt (default: the processes at launch)."""
+    order: str | None = None
+    """Take the order from a service, grpc://HOST:PORT/SESSION (grpcs:// for TLS): evenstep serve."""
+    order_token: str | None = None
+    """A file with the service's token."""
+    order_ca: str | None = None
+    """A file with the certificates to trust, for grpcs://."""
 
     # on what
     strategy: str | None = None

@@ -110,6 +110,7 @@ def _stopped_in_epoch(parts: Training, progress: Progress, tally: "Tally") -> bo
 def _compare_notes(parts: Training, progress: Progress, tally: "Tally") -> Wishes:
     window, wishes = tally.take(parts.wishes())
     progress.add(window)
+    parts.batches.taken(progress.epoch, progress.step)
     parts.recorder.steps(progress, window)
     return wishes
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from evenstep import home, keeping, memory, strategies, weights
-from evenstep.batches import Batches, Subset
+from evenstep.batches import Batches, Order, Subset
 from evenstep.config import Config, Settled
 from evenstep.errors import UserError
 from evenstep.evaluation import Interrupted, evaluate
@@ -110,6 +110,7 @@ def train_here(run: Run, config: Settled, task: Task, place: World, device: torc
     stepper = _stepper(config, task, strategy, steps)
     with contextlib.ExitStack() as opened:
         validation, test = (_measuring(config, task, strategy, opened, split) for split in ("validation", "test"))
+        order = opened.enter_context(_order(config, plan, epochs, place))
         # all that can be wrong with what was asked for has shown by now: only then is there a run
         files = opened.enter_context(home.opened(found, functools.partial(make_folder, config), place))
         start = keeping.begin(files, config, plan, epochs, place)
@@ -126,7 +127,7 @@ def train_here(run: Run, config: Settled, task: Task, place: World, device: torc
         keeper = start.keeper(state, config, mirror, recorder, progress)
         facts["snapshots"] = keeper.counts
         stop_wished = functools.partial(_stop_wished, files)
-        batches = _batches(config, task, data, plan, strategy, augment_seed=config.seed)
+        batches = _batches(config, task, data, order, strategy, augment_seed=config.seed)
         parts = Training(
             batches=opened.enter_context(contextlib.closing(batches)),
             stepper=stepper,
@@ -182,6 +183,25 @@ def _recorded(
     close_record(files, **{"state": "finished", **facts})
 
 
+def _order(config: Settled, plan: Plan, epochs: int, place: World) -> contextlib.AbstractContextManager[Order]:
+    """The plan itself, or a service that hands out the same."""
+    if config.order is None:
+        return contextlib.nullcontext(plan)
+    from evenstep.service.remote import order_at
+
+    return contextlib.closing(
+        order_at(
+            config.order,
+            plan,
+            epochs=epochs,
+            rank=place.rank,
+            world=place.size,
+            token_file=None if config.order_token is None else Path(config.order_token),
+            tls_ca=None if config.order_ca is None else Path(config.order_ca),
+        )
+    )
+
+
 def _stop_wished(files: RunFiles) -> bool:
     """Whether somebody has asked this rank to stop, or the run."""
     return stopping.requested() is not None or files.stop.exists()
@@ -233,12 +253,12 @@ def _measuring(
 
 
 def _batches(
-    config: Settled, task: Task, data: Any, plan: Plan, strategy: Strategy, *, augment_seed: int | None
+    config: Settled, task: Task, data: Any, order: Order, strategy: Strategy, *, augment_seed: int | None
 ) -> Batches:
     return Batches(
         data,
         task,
-        plan,
+        order,
         rank=strategy.rank,
         world=strategy.world,
         device=strategy.device,

@@ -12,7 +12,7 @@ Every rank takes part in every step. One that is left without samples still gets
 its place in the collectives, with weight 0.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -47,6 +47,15 @@ class Share(NamedTuple):
     total: int  # samples in the global step, over all ranks
     most: int  # the largest share of any rank: all ranks take as many micro-batches as it needs
     digest: Digest  # of those that count
+
+
+class Cut(NamedTuple):
+    """A share before its samples are looked up: a few integers, all that has to travel of it."""
+
+    ranges: Sequence[tuple[int, int, int]]  # lane, start, stop; never empty
+    weighted: int
+    total: int
+    most: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,23 +136,46 @@ class Plan:
         per_window = max(1, WINDOW * world // self.global_batch)
         while step < steps:
             window = range(step, min(step + per_window, steps))
-            yield from self._window(epoch, window, lengths, rank, world)
+            yield from self._filled(epoch, lengths, self._cuts(lengths, window, rank, world))
             step = window.stop
 
     def share(self, epoch: int, step: int, rank: int, world: int) -> Share:
         """What a rank computes in one step."""
         if not 0 <= step < self.steps(epoch):
             raise ValueError(f"epoch {epoch} has steps 0 to {self.steps(epoch) - 1}, not {step}")
-        return next(iter(self._window(epoch, range(step, step + 1), self.lengths(epoch), rank, world)))
+        return next(self.filled(epoch, self.cuts(epoch, range(step, step + 1), rank, world)))
 
     def weight(self, epoch: int, step: int, rank: int, world: int) -> tuple[int, int]:
         """How many samples of a rank's share count in a step, and how many the step has over all ranks."""
         cut = self._cut(self._parts(self.lengths(epoch), step), rank, world)
         return cut.weighted, cut.total
 
-    def _window(self, epoch: int, window: range, lengths: list[int], rank: int, world: int) -> Iterator[Share]:
+    def taken(self, epoch: int, step: int) -> None:
+        """Nothing: what was trained on changes no plan. An order that others keep watch over wants to know."""
+
+    def cuts(self, epoch: int, window: range, rank: int, world: int) -> list[Cut]:
+        """What `filled` needs for a rank's shares of some steps."""
+        return self._cuts(self.lengths(epoch), window, rank, world)
+
+    def filled(self, epoch: int, cuts: Sequence[Cut]) -> Iterator[Share]:
+        """The shares, with their samples."""
+        return self._filled(epoch, self.lengths(epoch), cuts)
+
+    def before(self, epoch: int, step: int) -> int:
+        """Samples in the steps before this one."""
+        return sum(start for start, _ in self._parts(self.lengths(epoch), step))
+
+    def block(self, epoch: int, start: int, stop: int) -> Indices:
+        """The samples at positions start, start + 1, ... stop - 1 of an epoch that is a single lane."""
+        if self.lanes > 1:
+            raise ValueError(f"policy {self.policy} among {self.workers} workers has positions by lane only")
+        return self._members(epoch, 0, self.lengths(epoch), np.arange(start, stop, dtype=np.int64))
+
+    def _cuts(self, lengths: list[int], window: range, rank: int, world: int) -> list[Cut]:
+        return [self._cut(self._parts(lengths, step), rank, world) for step in window]
+
+    def _filled(self, epoch: int, lengths: list[int], cuts: Sequence[Cut]) -> Iterator[Share]:
         """The shares of several steps, their indices worked out with one call a lane."""
-        cuts = [self._cut(self._parts(lengths, step), rank, world) for step in window]
         wanted: list[list[Indices]] = [[] for _ in range(self.lanes)]
         for cut in cuts:
             for lane, start, stop in cut.ranges:
@@ -176,7 +208,7 @@ class Plan:
             for lane, length in enumerate(lengths)
         ]
 
-    def _cut(self, parts: list[tuple[int, int]], rank: int, world: int) -> "_Cut":
+    def _cut(self, parts: list[tuple[int, int]], rank: int, world: int) -> Cut:
         """The ranges of the lanes that one rank takes out of a global step."""
         amounts = [stop - start for start, stop in parts]
         total = sum(amounts)
@@ -198,7 +230,7 @@ class Plan:
             if first < last:
                 ranges.append((lane, start + first, start + last))
             passed += stop - start
-        return _Cut(ranges, weighted, total, most)
+        return Cut(ranges, weighted, total, most)
 
     def _members(self, epoch: int, lane: int, lengths: list[int], places: Indices) -> Indices:
         """The samples at these places of a lane."""
@@ -227,13 +259,6 @@ class Plan:
 
     def _deal_key(self, epoch: int) -> int | None:
         return hashing.key("deal", self.seed, epoch) if self.deal == "random" else None
-
-
-class _Cut(NamedTuple):
-    ranges: list[tuple[int, int, int]]  # lane, start, stop
-    weighted: int
-    total: int
-    most: int
 
 
 def even(total: int, parts: int, part: int) -> int:

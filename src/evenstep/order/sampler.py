@@ -1,12 +1,33 @@
 """The same order for a training loop that is not ours: a batch sampler for a plain DataLoader."""
 
 from collections.abc import Iterator, Mapping, Sized
+from typing import Protocol
 
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from evenstep.errors import UserError
-from evenstep.order.plan import Plan
+from evenstep.order.plan import Plan, Share
+
+
+class Steps(Protocol):
+    """What a sampler reads from: a Plan, or a service that hands out the same."""
+
+    def steps(self, epoch: int) -> int:
+        """Global steps in an epoch."""
+        ...
+
+    def shares(self, epoch: int, step: int, rank: int, world: int) -> Iterator[Share]:
+        """What a rank computes in each step, from `step` on."""
+        ...
+
+    def weight(self, epoch: int, step: int, rank: int, world: int) -> tuple[int, int]:
+        """How many samples of a rank's share count in a step, and how many the step has over all ranks."""
+        ...
+
+    def taken(self, epoch: int, step: int) -> None:
+        """This rank has trained on its shares of all steps before this one."""
+        ...
 
 
 class EvenSampler(Sampler[list[int]]):
@@ -53,7 +74,7 @@ class EvenSampler(Sampler[list[int]]):
             raise UserError("give both rank and world, or neither to take those of torch.distributed")
         if rank is not None and world is not None and not 0 <= rank < world:
             raise UserError(f"there is no rank {rank} in a world of {world}; ranks are 0 to {world - 1}")
-        self.plan = Plan(
+        self.plan: Steps = Plan(
             size=data if isinstance(data, int) else len(data),
             global_batch=global_batch,
             seed=seed,
@@ -105,6 +126,7 @@ class EvenSampler(Sampler[list[int]]):
         self._taken += 1
         self._counted = True
         self._epoch, self._step = self._after(1)
+        self.plan.taken(self._epoch, self._step)
         return weighted * world / total
 
     def state_dict(self) -> dict[str, int]:

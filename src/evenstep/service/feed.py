@@ -199,6 +199,11 @@ class Feed:
             if self._failed is not None:
                 raise self._failed
 
+    def holds(self) -> bool:
+        """Whether there are blocks here, of which not all are committed and acknowledged."""
+        self.settle()
+        return bool(self._handed or self._rewound or self._leases)
+
     def close(self) -> None:
         """Send what is committed, give back the rest, and end."""
         atexit.unregister(self.close)

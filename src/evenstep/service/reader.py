@@ -78,9 +78,11 @@ class Reader:
         feed.settle()
 
     def _stands(self) -> tuple[int, int]:
-        """The epoch, of how many: as this process has read, or as the server says where only others read."""
-        if self._feed is not None and self._process == os.getpid():
-            return self._feed.epoch, self._feed.spec.epochs
+        """The epoch, of how many: of what this process holds, else as the server says once it has heard of all
+        that was committed here."""
+        feed = self._feed if self._process == os.getpid() else None
+        if feed is not None and feed.holds():
+            return feed.epoch, feed.spec.epochs
         connection = self._connect()
         try:
             session = connection.call("Show", pb.ShowRequest(session=self.session), pb.Session, FIRST_WORDS)

@@ -35,7 +35,7 @@ PRELOADED = (
     "torch._dynamo",
 )
 EVENSTEP = Path(sys.executable).with_name("evenstep")
-LIMIT = 60.0  # seconds, on a machine that may be busy
+LIMIT = 120.0  # seconds, on a machine that may be busy
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,15 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self, final
 
 from evenstep.files import RunFiles
 from evenstep.snapshots.manifest import Damaged
 from evenstep.snapshots.records import Records
 from evenstep.snapshots.shelf import Shelf
-from evenstep.snapshots.storage import Folder, Storage, why
+from evenstep.snapshots.storage import Blocks, Folder, Storage, why
 from evenstep.watch.board import Board, Gone
 from evenstep.world import World
 
@@ -57,6 +57,42 @@ class Sent:
     size: int
 
 
+@final
+class Watched(Storage):
+    """Hands on to a storage, and tells of all that gets through."""
+
+    def __init__(self, storage: Storage, moved: Callable[[], None]) -> None:
+        self.storage = storage
+        self.address = storage.address
+        self.moved = moved
+
+    def files(self) -> dict[str, int]:
+        found = self.storage.files()
+        self.moved()
+        return found
+
+    def read(self, path: str) -> Iterator[memoryview]:
+        for block in self.storage.read(path):
+            self.moved()
+            yield block
+
+    def write(self, path: str, blocks: Blocks) -> None:
+        self.storage.write(path, self._passing(blocks))
+        self.moved()
+
+    def _passing(self, blocks: Blocks) -> Iterator[bytes | memoryview]:
+        for block in blocks:
+            yield block
+            self.moved()
+
+    def remove(self, path: str) -> None:
+        self.storage.remove(path)
+        self.moved()
+
+    def within(self, folder: str) -> Self:
+        return type(self)(self.storage.within(folder), self.moved)
+
+
 class Mirror:
     """One rank's part in keeping a run elsewhere."""
 
@@ -71,10 +107,10 @@ class Mirror:
         keep: int,
         pace: Pace = STEADY,
     ) -> None:
-        self.afar = afar
-        self.records = Records(files, afar, place)
+        self.afar = Watched(afar, self._headway)
+        self.records = Records(files, self.afar, place)
         self.here = Shelf(Folder(files.snapshots))
-        self.there = Shelf(afar.within(files.name_of(files.snapshots)))
+        self.there = Shelf(self.afar.within(files.name_of(files.snapshots)))
         self.board = board
         self.place = place
         self.owner = owner
@@ -89,7 +125,7 @@ class Mirror:
         self._newest: str | None = None
         self._good: list[str] = []
         self._trouble: str | None = None
-        self._moved = time.monotonic()
+        self._moved = self._closed = time.monotonic()
         self._told = 0.0
         self._wake = threading.Event()
         self._closing = threading.Event()
@@ -106,7 +142,7 @@ class Mirror:
 
     def finish(self, say: Callable[[str], None]) -> str | None:
         """Send what is left, while that gets on; what did not get there, and why. Every rank has to ask."""
-        since = self._moved = time.monotonic()
+        since = self._closed = self._moved = time.monotonic()
         self._closing.set()
         self._wake.set()
         said = False
@@ -125,12 +161,10 @@ class Mirror:
         try:
             found = json.loads(self.afar.content(self._owned, SMALL))
         except FileNotFoundError:
-            found = None
+            found, self._claimed = self.owner, False
         except (ValueError, RecursionError):
-            found = {}
+            found = None
         match found:
-            case None:
-                self._claimed = False
             case {"run": run, "session": session} if run == self.owner["run"]:
                 if self._claimed and session != self.owner["session"]:
                     host, since = found.get("host"), found.get("since")
@@ -154,6 +188,7 @@ class Mirror:
 
     def _lead(self) -> None:
         number, delay, over = 0, self.pace.first, False
+        failing: float | None = None
         while not over:
             closing = self._closing.is_set()
             self.sending = snapshot = self._next()
@@ -163,13 +198,17 @@ class Mirror:
                 continue
             number += 1
             self._trouble = self._round(number, snapshot)
-            over = self.taken is not None or (closing and snapshot is None and not self._trouble)
-            if self._trouble and not over:
-                over = self._stuck(self.pace.end)
+            if self._trouble is None:
+                delay, failing = self.pace.first, None
+                over = closing and snapshot is None
+                continue
+            failing = failing or time.monotonic()
+            over = self.taken is not None or (
+                closing and time.monotonic() - max(failing, self._closed) > self.pace.end
+            )
+            if not over:
                 self._pause(delay)
                 delay = min(2 * delay, self.pace.most)
-            else:
-                delay = self.pace.first
         self._post("target", number=number + 1, over=True)
 
     def _follow(self) -> None:
@@ -223,7 +262,6 @@ class Mirror:
         manifest = self.here.manifest(snapshot)
         self.there.publish(manifest)
         self._good.append(snapshot)
-        self._headway()
         self.there.retire(self._good, self.keep)
         return manifest.size
 
@@ -231,10 +269,9 @@ class Mirror:
         """Send this rank's part of a snapshot, and before it what belongs to it; what went wrong."""
         try:
             self.records.send()
-            self._headway()
             if snapshot is not None:
                 for file in self.here.manifest(snapshot).files[self.place.rank :: self.place.size]:
-                    self.there.put(snapshot, file.name, self._watched(self.here.read(snapshot, file)))
+                    self.there.put(snapshot, file.name, self.here.read(snapshot, file))
         except Exception as error:  # whatever it is, rank 0 waits for word of it
             return f"rank {self.place.rank}: {why(error)}"
         return None
@@ -256,11 +293,6 @@ class Mirror:
     def _next(self) -> str | None:
         """The newest snapshot, unless it is there."""
         return None if self._newest is None or self._newest in self._good else self._newest
-
-    def _watched(self, blocks: Iterable[memoryview]) -> Iterator[memoryview]:
-        for block in blocks:
-            yield block
-            self._headway()
 
     def _headway(self) -> None:
         """It gets on: whoever waits for that may see it."""

@@ -32,6 +32,21 @@ class Ddp(Strategy):
             **NO_SYNC,
         )
         self.called = self.ddp
+        if world > 2 and device.type == "cpu" and not unused_parameters:
+            self._settle_buckets()
+
+    def _settle_buckets(self) -> None:
+        """Let DDP have seen the gradients come once, so that it sorts them into buckets before the first step.
+
+        By itself it does so after it. In which order gloo adds more than two numbers depends on their place in a
+        bucket: a resumed training's first step would differ, in the last digit, from the undisturbed one's.
+        """
+        learnt = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.ddp.reducer.prepare_for_backward([])
+        for parameter in reversed(learnt):
+            (parameter * 0.0).sum().backward()  # type: ignore[no-untyped-call]
+        for parameter in learnt:
+            parameter.grad = None
 
     def syncing(self, sync: bool) -> AbstractContextManager[Any]:
         return nullcontext() if sync else self.ddp.no_sync()

@@ -267,7 +267,13 @@ def test_what_cannot_be_written_is_not_acknowledged_and_did_not_happen() -> None
 def test_a_server_whose_files_cannot_grow_says_so_and_goes_on_later(tmp_path: Path) -> None:
     """The limit on the size of a process's files stands in for the disk."""
     with serving(tmp_path) as served:
-        served.open("before", size=10)
+        served.open("before", size=10, lease_seconds=0.3)
+        holder = Connection(Server(target=served.target))
+        join = pb.JoinRequest(session="before", worker="w", birth=bytes(16))
+        held = holder.call("Join", join, pb.JoinReply).incarnation
+        take = pb.TakeRequest(session="before", incarnation=held, lease=1, blocks=1)
+        assert holder.call("Take", take, pb.TakeReply).HasField("lease")
+        holder.close()
         largest = max(path.stat().st_size for path in served.data.iterdir())
         process = psutil.Process(served.command.pid)
         before = process.rlimit(psutil.RLIMIT_FSIZE)
@@ -278,6 +284,9 @@ def test_a_server_whose_files_cannot_grow_says_so_and_goes_on_later(tmp_path: Pa
             for number in range(500):
                 impatient.call("Open", pb.OpenRequest(session=f"s{number}", plan=plan), pb.Session)
         impatient.close()
+        served.command.until(
+            lambda: served.command.said().count("cannot be written") > 3, "a lease over, unwritten"
+        )
         process.rlimit(psutil.RLIMIT_FSIZE, before)
         served.open("after", size=10)
         with served.client() as client:

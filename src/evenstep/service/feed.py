@@ -133,8 +133,6 @@ class Feed:
         as this worker has blocks that it has not committed, they may be what the others wait for.
         """
         with self._changed:
-            if not self._calls:  # nobody has waited for what the thread might have taken before
-                self._changed.notify_all()
             self._calls += 1
             self._doubted = time.monotonic() - self._acknowledged > self.spec.lease_seconds
             while self._doubted or not (self._rewound or self._leases):
@@ -303,7 +301,7 @@ class Feed:
             self._taken = lease.lease
             self._dry, self._pause = False, SOON
             self._acknowledged = max(self._acknowledged, held.began) if self._leases else held.began
-            if not self._leases:  # they were waited for: fewer and larger ones will do
+            if not self._leases:  # they were waited for: larger ones are worth it
                 self._ask = min(2 * self._ask, self._most())
             self._leases.append(held)
             self._changed.notify_all()
@@ -337,6 +335,8 @@ class Feed:
             calls = self._calls
             while self._calls == calls and not self._waiting and not self._closing:
                 self._changed.wait()
+            if self._closing:
+                return
         joined = self._join()
         with self._changed:
             self._ended = self._ended or joined.epoch > self.epoch

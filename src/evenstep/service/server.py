@@ -20,6 +20,7 @@ from evenstep.service import ledger, metrics, tokens, wire
 from evenstep.service.desk import restored
 from evenstep.service.handlers import Handlers, generic
 from evenstep.service.journal import Journal
+from evenstep.service.refusals import Refused
 
 GRACE = 2.0  # seconds that calls have to end, when the server is asked to stop
 TICK = 0.2  # seconds between two looks for leases that are over
@@ -77,8 +78,9 @@ async def _serve(
     handlers = Handlers(restored(kept, time.monotonic()))
 
     def go_back(error: Exception) -> None:
-        say(f"the ledger cannot be written: {error}; what was not acknowledged is undone")
         handlers.desk = restored(kept, time.monotonic())
+        with contextlib.suppress(OSError):  # the same disk may take our words, too
+            say(f"the ledger cannot be written: {error}; what was not acknowledged is undone")
 
     journal = Journal(kept, go_back)
     stop = asyncio.Event()
@@ -130,7 +132,7 @@ async def _expiring(handlers: Handlers, journal: Journal) -> None:
         await asyncio.sleep(TICK)
         handlers.desk.expire(time.monotonic())
         changes = handlers.desk.changes(time.monotonic())
-        if changes:
+        with contextlib.suppress(Refused):  # not written, so not so: at the next look they are still over
             await journal.settled(changes)
 
 

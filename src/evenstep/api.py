@@ -114,6 +114,7 @@ def resume(run: str | Path, *, runs: str = "runs", **options: Any) -> Result:
     kept = read_yaml(found.config)
     if not {"procs", "nodes", "strategy"}.isdisjoint(options):
         kept["strategy"] = None
+    kept["allow_drift"] = False  # what was allowed once is not for ever
     config = Config(**{**kept, **checked(options, "evenstep.resume()")})
     found.stop.unlink(missing_ok=True)
     return _train(config, sys.argv, found.folder)

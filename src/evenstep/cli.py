@@ -90,6 +90,18 @@ def make_parser() -> Parser:
     resume.add_argument("--strategy", default=argparse.SUPPRESS, metavar="NAME", help="one, dp, ddp or fsdp")
     resume.add_argument("--device", default=argparse.SUPPRESS, metavar="NAME", help="auto, cpu, cuda or mps")
     resume.add_argument("--data", default=argparse.SUPPRESS, metavar="DIR", help="the folder of data sets")
+    resume.add_argument(
+        "--on-nan",
+        default=argparse.SUPPRESS,
+        metavar="{stop,skip}",
+        help="where a loss is not finite: stop, or skip that step",
+    )
+    resume.add_argument(
+        "--allow-drift",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="go on with other code, data or model than the run began with",
+    )
     resume.add_argument("--runs", default="runs", metavar="DIR", help="the folder of runs")
 
     audit = _command(commands, "audit", _audit, "prove from a run's records that no sample was lost or repeated")

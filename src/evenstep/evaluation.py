@@ -13,10 +13,15 @@ from evenstep.precision import computing
 from evenstep.progress import Values
 from evenstep.strategies.strategy import Strategy
 from evenstep.tasks.task import Task
+from evenstep.watch.pulse import EVALUATE, METRICS, Pulse
 
 
-def evaluate(batches: Batches, task: Task, strategy: Strategy, precision: str) -> Values:
+def evaluate(
+    batches: Batches, task: Task, strategy: Strategy, precision: str, pulse: Pulse | None = None
+) -> Values:
     """The loss and the task's metrics over the data, the same on every rank."""
+    pulse = pulse or Pulse()
+    pulse.piece, pulse.phase = 0, EVALUATE
     strategy.settle()
     measured = _Measured(task, strategy.device)
     idle = _Measured(task, strategy.device)  # takes what a rank without samples computes to keep step
@@ -27,7 +32,9 @@ def evaluate(batches: Batches, task: Task, strategy: Strategy, precision: str) -
             for micro in step.micros:
                 strategy.count(micro.counts)
                 (measured if micro.counts else idle).take(task, _OnePass(strategy.called), micro)
+                pulse.piece += 1
     strategy.called.train()
+    pulse.phase = METRICS
     return exact.merged({"loss": measured.loss, **measured.metrics}, strategy.world)
 
 

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from evenstep import world
 from evenstep.config import Settled
@@ -57,10 +58,8 @@ def together(config: Settled, place: World, device: torch.device) -> Iterator[No
         return
     # objects travel by gloo also where gradients travel by NCCL
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    # alone, there is nobody to meet and no port to open
-    store = HashStore() if place.size == 1 else None
     dist.init_process_group(
-        backend, rank=place.rank, world_size=place.size, store=store, timeout=PATIENCE_WITH_PEERS
+        backend, rank=place.rank, world_size=place.size, store=_store(place), timeout=PATIENCE_WITH_PEERS
     )
     group = dist.group.WORLD
     try:
@@ -74,6 +73,15 @@ def together(config: Settled, place: World, device: torch.device) -> Iterator[No
     gc.collect()
     dist.destroy_process_group()
     del group
+
+
+def _store(place: World) -> Store:
+    """Where the ranks of this try find each other, and nothing of an earlier one."""
+    if place.size == 1:
+        return HashStore()  # there is nobody to meet and no port to open
+    store, _, _ = next(rendezvous("env://", timeout=PATIENCE_WITH_PEERS))
+    _, _, attempt = world.store()
+    return PrefixStore(attempt, store)
 
 
 def agreed(choose: Callable[[], T], place: World) -> T:

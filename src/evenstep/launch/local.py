@@ -6,7 +6,6 @@ how the processes ended follows who failed first, and why.
 
 import contextlib
 import dataclasses
-import json
 import os
 import signal
 import socket
@@ -17,12 +16,12 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from evenstep import leash, world
 from evenstep.errors import UserError
+from evenstep.failure import FAILED, Failure, lost_peer, report, reported
 from evenstep.world import Meeting, Surroundings, World
 
 if TYPE_CHECKING:
@@ -33,25 +32,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PRELOADED = ("evenstep.training",)
-FAILED = 1
 INTERVAL = 0.1  # seconds between two looks at the ranks
 NODES_COME_WITHIN = 900  # seconds from the first to the last
 VICTIMS_WAIT = 10 * INTERVAL  # so that the look finds the rank that went first
 ONE_STOP = 3.0  # seconds in which further signals do not break off what the first one set going
-LOST_PEER = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Connection refused",
-    "Connection was likely closed",
-    "Broken pipe",
-    "ncclRemoteError",
-)
 
 
 class RankFailed(Exception):
     """A rank came to an end that it should not have: which, and why."""
 
-    def __init__(self, culprit: "Failure") -> None:
+    def __init__(self, culprit: Failure) -> None:
         super().__init__(culprit.sentence)
         self.culprit = culprit
 
@@ -65,27 +55,6 @@ class Stopped(SystemExit):
 
     def __str__(self) -> str:
         return f"stopped by {self.signal.name}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Failure:
-    """How one rank came to an end."""
-
-    rank: int
-    host: str
-    pid: int
-    time: float
-    what: str
-    trace: str = ""
-    users: bool = False
-    """It is the user's to mend, and `what` says how."""
-    victim: bool = False
-    """This rank only found that another one had gone."""
-
-    @property
-    def sentence(self) -> str:
-        """Who, where, what."""
-        return f"rank {self.rank} on {self.host} (pid {self.pid}) {self.what}"
 
 
 def preload() -> None:
@@ -185,11 +154,11 @@ def _rank(entry: Callable[[World], T], reports: str, surroundings: Surroundings)
     assert place is not None
     try:
         surroundings.enter()
-        return entry(place)
+        return entry(dataclasses.replace(place, reports=Path(reports)))
     except BaseException as error:
         failure = _failure(place, error)
         with contextlib.suppress(OSError):  # without a report, how the process ends is told
-            _report(Path(reports), failure)
+            report(Path(reports), failure)
         sys.stdout.flush()
         sys.stderr.flush()
         if failure.victim:
@@ -207,19 +176,12 @@ def _failure(place: World, error: BaseException) -> Failure:
         what=str(error) if users else f"failed with {type(error).__name__}: {_first_line(error)}",
         trace="".join(traceback.format_exception(error)),
         users=users,
-        victim=isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_PEER),
+        victim=lost_peer(error),
     )
 
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
-
-
-def _report(reports: Path, failure: Failure) -> None:
-    # a half-written report is never read: it has its name only when it is whole
-    unfinished = reports / f"{failure.rank}.unfinished"
-    unfinished.write_text(json.dumps(dataclasses.asdict(failure)))
-    unfinished.rename(reports / f"{failure.rank}.report")
 
 
 # Who is to blame
@@ -239,15 +201,15 @@ class Judge:
             return False
         self._before = culprit.what
         sys.stderr.write(f"{culprit.trace}evenstep: {culprit.sentence}; starting all ranks again\n")
-        for report in self.reports.glob("*.report"):
-            report.unlink()
+        for path in self.reports.glob("*.report"):
+            path.unlink()
         return True
 
 
 def _culprit(reports: Path, ended: "Mapping[int, Ended]") -> Failure:
     """The rank to blame: one that died without a word, else the first that failed of itself, else the first."""
-    reported = [Failure(**json.loads(path.read_text())) for path in reports.glob("*.report")]
-    known = {failure.rank for failure in reported}
+    told = reported(reports)
+    known = {failure.rank for failure in told}
     silent = [
         Failure(
             rank=rank,
@@ -260,7 +222,7 @@ def _culprit(reports: Path, ended: "Mapping[int, Ended]") -> Failure:
         for rank, how in ended.items()
         if rank not in known
     ]
-    return min(silent + reported, key=lambda f: (f.victim, bool(f.trace), f.time))
+    return min(silent + told, key=lambda f: (f.victim, bool(f.trace), f.time))
 
 
 def _how_it_ended(code: int) -> str:

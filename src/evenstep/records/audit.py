@@ -31,6 +31,8 @@ class Epoch:
     of: int
     """Steps that the whole epoch has."""
     once: int
+    left_out: int
+    """In steps whose update was left out, as `--on-nan skip` has it."""
     repeated: int
     lost: int
     undone: int
@@ -51,6 +53,7 @@ class _Noted(NamedTuple):
     first: int
     steps: int
     digest: Digest
+    left_out: list[int]
 
 
 @dataclass
@@ -89,14 +92,22 @@ def _sessions(run: RunFiles) -> list[_Session]:
             elif event["name"] == "resumed":
                 current.begin = (event["epoch"], event["step"])
             elif event["name"] == "trained":
-                found_digest = Digest(*event["digest"])
-                current.noted.append(_Noted(event["epoch"], event["step"], event["steps"], found_digest))
+                trained, left_out = Digest(*event["digest"]), Digest(*event.get("left_out_digest", ()))
+                noted = _Noted(
+                    event["epoch"],
+                    event["step"],
+                    event["steps"],
+                    trained.plus(left_out),
+                    event.get("left_out", []),
+                )
+                current.noted.append(noted)
     return list(found.values())
 
 
 def _epoch(plan: Plan, epoch: int, sessions: Sequence[_Session], ends: Sequence[tuple[int, int]]) -> Epoch:
     of = plan.steps(epoch)
     taken = np.zeros(of, dtype=np.int64)
+    left_out = np.zeros(of, dtype=bool)
     trained, undone = Digest(), 0
     for session, end in zip(sessions, ends, strict=True):
         by_ranks = np.zeros(of, dtype=np.int64)
@@ -105,18 +116,20 @@ def _epoch(plan: Plan, epoch: int, sessions: Sequence[_Session], ends: Sequence[
                 continue
             if (epoch, noted.first) < end:
                 by_ranks[noted.first : noted.first + noted.steps] += 1
+                left_out[noted.left_out] = True
                 trained = trained.plus(noted.digest)
             else:
                 undone += noted.digest.samples
         taken += by_ranks // session.world if session.world else by_ranks
     steps = int(np.flatnonzero(taken)[-1]) + 1 if taken.any() else 0
     sizes = np.array(plan.sizes(epoch, 0, steps), dtype=np.int64)
-    times = taken[:steps]
+    times, out = taken[:steps], left_out[:steps]
     return Epoch(
         epoch=epoch,
         steps=steps,
         of=of,
-        once=int(sizes[times == 1].sum()),
+        once=int(sizes[(times == 1) & ~out].sum()),
+        left_out=int(sizes[(times == 1) & out].sum()),
         repeated=int((sizes * np.maximum(times - 1, 0)).sum()),
         lost=int(sizes[times == 0].sum()),
         undone=undone,

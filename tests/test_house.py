@@ -19,13 +19,13 @@ PACKAGE = ROOT / "src" / "evenstep"
 # from the ground up; a room is a module or a folder of modules, and imports from its own floor or from below
 FLOORS = (
     {"errors"},
-    {"world", "files", "options", "leash", "memory", "precision", "torchvision_ops"},
+    {"world", "files", "options", "leash", "failure", "memory", "precision", "torchvision_ops"},
     {"order"},
     {"config", "progress"},
     {"tasks", "watch"},
-    {"optimizing", "metrics", "batches", "ranks", "pulse"},
+    {"optimizing", "metrics", "batches", "ranks", "pace"},
     {"strategies"},
-    {"step", "evaluation", "weights"},
+    {"guard", "faults", "step", "evaluation", "weights"},
     {"snapshots"},
     {"records"},
     {"loop", "keeping", "home"},

@@ -4,14 +4,17 @@ import contextlib
 import functools
 import random
 import traceback
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from threading import Event
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 
 from evenstep import home, keeping, memory, strategies, weights
 from evenstep.batches import Batches, Subset
@@ -24,9 +27,9 @@ from evenstep.optimizing import lr_factor, make_optimizer
 from evenstep.order import hashing
 from evenstep.order.plan import Plan
 from evenstep.precision import HALF, stored
-from evenstep.progress import Values
-from evenstep.ranks import choose_device, together
-from evenstep.records.record import close_record, open_record
+from evenstep.progress import Progress, Values
+from evenstep.ranks import agreed, board, choose_device, together
+from evenstep.records.record import close_record, keep_fingerprint, open_record
 from evenstep.records.recorder import Recorder
 from evenstep.snapshots.state import State
 from evenstep.step import Stepper
@@ -34,7 +37,11 @@ from evenstep.strategies.batchnorm import even
 from evenstep.strategies.strategy import Strategy
 from evenstep.tasks import catalog
 from evenstep.tasks.task import Optimizing, Task
-from evenstep.watch import stopping
+from evenstep.watch import drift, fingerprint, spot, stopping
+from evenstep.watch.fingerprint import Fingerprint
+from evenstep.watch.patience import Patience
+from evenstep.watch.pulse import SNAPSHOT, WEIGHTS, Pulse
+from evenstep.watch.watcher import watching
 from evenstep.weights import NotKept
 from evenstep.world import World
 
@@ -100,62 +107,147 @@ def train_here(run: Run, config: Settled, task: Task, place: World, device: torc
     if found.folder is not None and found.state == "finished":  # one rank fell as all were about to leave
         return Ended(found.folder, False)
     config = found.settled(config)
+    patience = Patience(config.stall_timeout, compiles=config.compile)
+    name = agreed(lambda: uuid.uuid4().hex, place)
+    with watching(board(place), place, patience, name) as pulse, contextlib.ExitStack() as opened:
+        parts = _prepared(config, task, place, device, pulse, opened)
+        # all that can be wrong with what was asked for has shown by now: only then is there a run
+        files = opened.enter_context(home.opened(found, functools.partial(make_folder, config), place))
+        return _train(run, config, parts, files, device, opened)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Prepared:
+    """What can be put together before there is a run."""
+
+    place: World
+    plan: Plan
+    epochs: int
+    steps: int
+    score: Score
+    strategy: Strategy
+    stepper: Stepper
+    batches: Batches
+    validation: Measure | None
+    test: Measure | None
+    runs: Fingerprint
+    """What this rank runs."""
+    drifted: list[str]
+    """In what the ranks differ, though they were told to go on."""
+    pulse: Pulse
+
+
+def _prepared(
+    config: Settled, task: Task, place: World, device: torch.device, pulse: Pulse, opened: contextlib.ExitStack
+) -> _Prepared:
+    """Put it together, the same on all ranks."""
     data = task.data("train")
     if config.sample is not None:
         data = Subset(data, config.sample, config.seed)
     plan = config.plan(len(data))
     epochs, steps = _length(config, plan)
     score = _score(config, task)
-    strategy = _strategy(config, task, place, device)
-    stepper = _stepper(config, task, strategy, steps)
-    with contextlib.ExitStack() as opened:
-        validation, test = (_measuring(config, task, strategy, opened, split) for split in ("validation", "test"))
-        # all that can be wrong with what was asked for has shown by now: only then is there a run
-        files = opened.enter_context(home.opened(found, functools.partial(make_folder, config), place))
-        start = keeping.begin(files, config, plan, epochs, place)
-        mirror = opened.enter_context(start.mirrored(config))
-        facts = opened.enter_context(_recorded(start, config, device, run.command))
-        recorder = Recorder(
-            files, place, plan, session=start.session, steps=steps, epochs=epochs, log_every=config.log_every
-        )
-        opened.enter_context(contextlib.closing(recorder))
-        recorder.opened(config, strategy.parameters, str(device))
-        state = State(strategy=strategy, optimizer=stepper.optimizer, scaler=stepper.scaler)
-        progress = start.go_on(state, recorder)
-        progress.session = start.session
-        keeper = start.keeper(state, config, mirror, recorder, progress)
-        facts["snapshots"] = keeper.counts
-        stop_wished = functools.partial(_stop_wished, files)
-        batches = _batches(config, task, data, plan, strategy, augment_seed=config.seed)
-        parts = Training(
-            batches=opened.enter_context(contextlib.closing(batches)),
-            stepper=stepper,
-            recorder=recorder,
-            validate=functools.partial(validation, stop_wished) if validation else dict,
-            keep_best=functools.partial(weights.keep, strategy, files.weights("best")),
-            snapshot=keeper.take,
-            snapshot_every=config.snapshot_every,
-            wishes=lambda: Wishes(stop=stop_wished(), snapshot=keeper.wished()),
-            score=score,
-            epochs=epochs,
-            max_steps=config.max_steps,
-            patience=config.patience,
-        )
-        with stopping.listening():
-            tested = None
-            if train(parts, progress):
-                _keep_last(strategy, files)
-                tested = _test_best(test, stop_wished, strategy, files)
-            keeper.finish(progress if tested is None else None)
-        facts |= {"parameters": strategy.parameters, **progress.outcome()}
-        if tested is None:
-            facts["state"] = "stopped"
-            recorder.stopped(progress)
-        else:
-            facts["test"] = tested
-            recorder.measured("test", progress.best_epoch, progress.number, tested)
-            recorder.finished(progress, tested)
+    model = _model(config, task, device)
+    runs = fingerprint.taken(config, task, data, model)
+    drifted = drift.compare(runs, place, allow=config.allow_drift)
+    strategy = _strategy(config, task, model, place, device)
+    batches = _batches(config, task, data, plan, strategy, augment_seed=config.seed)
+    return _Prepared(
+        place=place,
+        plan=plan,
+        epochs=epochs,
+        steps=steps,
+        score=score,
+        strategy=strategy,
+        stepper=_stepper(config, task, strategy, steps, pulse),
+        batches=opened.enter_context(contextlib.closing(batches)),
+        validation=_measuring(config, task, strategy, opened, "validation", pulse),
+        test=_measuring(config, task, strategy, opened, "test", pulse),
+        runs=runs,
+        drifted=drifted,
+        pulse=pulse,
+    )
+
+
+def _train(
+    run: Run,
+    config: Settled,
+    parts: _Prepared,
+    files: RunFiles,
+    device: torch.device,
+    opened: contextlib.ExitStack,
+) -> Ended:
+    """Train in a run's folder."""
+    place, plan, strategy, pulse = parts.place, parts.plan, parts.strategy, parts.pulse
+    start = keeping.begin(files, config, plan, parts.epochs, place)
+    changed = keeping.changed(files, parts.runs, place, allow=config.allow_drift)
+    mirror = opened.enter_context(start.mirrored(config))
+    facts = opened.enter_context(_recorded(start, config, device, run.command))
+    recorder = Recorder(
+        files,
+        place,
+        plan,
+        session=start.session,
+        steps=parts.steps,
+        epochs=parts.epochs,
+        log_every=config.log_every,
+    )
+    opened.enter_context(contextlib.closing(recorder))
+    recorder.opened(config, strategy.parameters, str(device))
+    recorder.differs(parts.drifted, changed)
+    if place.leads:
+        keep_fingerprint(files, fingerprint.summary(parts.runs), parts.drifted, changed)
+    state = State(strategy=strategy, optimizer=parts.stepper.optimizer, scaler=parts.stepper.scaler)
+    progress = start.go_on(state, recorder)
+    progress.session = start.session
+    keeper = start.keeper(state, config, mirror, recorder, progress)
+    facts["snapshots"] = keeper.counts
+    stop_wished = functools.partial(_stop_wished, files)
+    with stopping.listening(), spot.notices(config.spot, place) as advised:
+        wishes = functools.partial(_wishes, stop_wished, keeper.wished, advised)
+        tested = None
+        if train(_together(config, parts, files, recorder, keeper.take, stop_wished, wishes), progress):
+            pulse.phase = WEIGHTS
+            _keep_last(strategy, files)
+            tested = _test_best(parts.test, stop_wished, strategy, files)
+        pulse.phase = SNAPSHOT
+        keeper.finish(progress if tested is None else None)
+    facts |= {"parameters": strategy.parameters, **progress.outcome()}
+    if tested is None:
+        facts["state"] = "stopped"
+        recorder.stopped(progress)
+    else:
+        facts["test"] = tested
+        recorder.measured("test", progress.best_epoch, progress.number, tested)
+        recorder.finished(progress, tested)
     return Ended(files.folder, tested is None)
+
+
+def _together(
+    config: Settled,
+    parts: _Prepared,
+    files: RunFiles,
+    recorder: Recorder,
+    snapshot: Callable[[Progress], None],
+    stop_wished: Callable[[], bool],
+    wishes: Callable[[], Wishes],
+) -> Training:
+    """All that the loop needs."""
+    return Training(
+        batches=parts.batches,
+        stepper=parts.stepper,
+        recorder=recorder,
+        validate=functools.partial(parts.validation, stop_wished) if parts.validation else dict,
+        keep_best=functools.partial(weights.keep, parts.strategy, files.weights("best")),
+        snapshot=snapshot,
+        snapshot_every=config.snapshot_every,
+        wishes=wishes,
+        score=parts.score,
+        epochs=parts.epochs,
+        max_steps=config.max_steps,
+        patience=config.patience,
+        pulse=parts.pulse,
+    )
 
 
 @contextlib.contextmanager
@@ -187,11 +279,18 @@ def _stop_wished(files: RunFiles) -> bool:
     return stopping.requested() is not None or files.stop.exists()
 
 
+def _wishes(stop_wished: Callable[[], bool], snapshot_wished: Callable[[], bool], advised: Event) -> Wishes:
+    """What this rank would like to happen at the next step that suits all."""
+    advice = advised.is_set()
+    advised.clear()
+    return Wishes(stop=stop_wished(), snapshot=advice or snapshot_wished())
+
+
 def _evaluate(config: Settled, task: Task, kept: Path, split: str, place: World, device: torch.device) -> Values:
-    strategy = _strategy(config, task, place, device)
+    strategy = _strategy(config, task, _model(config, task, device), place, device)
     weights.take(strategy, kept)
     with contextlib.ExitStack() as opened:
-        measure = _measuring(config, task, strategy, opened, split)
+        measure = _measuring(config, task, strategy, opened, split, Pulse())
         if measure is None:
             raise UserError(f"{config.task} has no {split} data")
         return measure(lambda: False)
@@ -219,7 +318,7 @@ def _test_best(
 
 
 def _measuring(
-    config: Settled, task: Task, strategy: Strategy, opened: contextlib.ExitStack, split: str
+    config: Settled, task: Task, strategy: Strategy, opened: contextlib.ExitStack, split: str, pulse: Pulse
 ) -> Measure | None:
     """What measures the model as it is on a split; None where the task has no such data."""
     data = task.data(split)
@@ -229,7 +328,7 @@ def _measuring(
     plan = Plan(size=len(data), global_batch=at_once * strategy.world, policy="sequential")
     batches = _batches(config, task, data, plan, strategy, augment_seed=None)
     opened.enter_context(contextlib.closing(batches))
-    return functools.partial(evaluate, batches, task, strategy, config.precision)
+    return functools.partial(evaluate, batches, task, strategy, config.precision, pulse=pulse)
 
 
 def _batches(
@@ -249,8 +348,8 @@ def _batches(
     )
 
 
-def _strategy(config: Settled, task: Task, place: World, device: torch.device) -> Strategy:
-    """The model, the same on every rank, with what exchanges its gradients around it."""
+def _model(config: Settled, task: Task, device: torch.device) -> nn.Module:
+    """The model, the same on every rank."""
     _seed(config.seed)
     model = task.model()
     if config.sync_batchnorm:
@@ -258,6 +357,11 @@ def _strategy(config: Settled, task: Task, place: World, device: torch.device) -
     model.to(device, stored(config.precision))
     if config.compile:
         model.compile()
+    return model
+
+
+def _strategy(config: Settled, task: Task, model: nn.Module, place: World, device: torch.device) -> Strategy:
+    """The model with what exchanges its gradients around it."""
     strategy = strategies.make(
         config.strategy,
         model,
@@ -285,7 +389,7 @@ def _score(config: Settled, task: Task) -> Score:
     return Score(config.best or task.goal, ("loss", *task.metrics()))
 
 
-def _stepper(config: Settled, task: Task, strategy: Strategy, steps: int) -> Stepper:
+def _stepper(config: Settled, task: Task, strategy: Strategy, steps: int, pulse: Pulse) -> Stepper:
     settings = Optimizing(
         optimizer=config.optimizer,
         lr=config.lr,
@@ -300,6 +404,8 @@ def _stepper(config: Settled, task: Task, strategy: Strategy, steps: int) -> Ste
         precision=config.precision,
         clip=config.clip,
         lr_factor=functools.partial(lr_factor, config.schedule, steps=steps, warmup=config.warmup_steps),
+        pulse=pulse,
+        skips=config.on_nan == "skip",
     )
 
 

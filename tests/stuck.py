@@ -25,7 +25,7 @@ def place() -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Stuck(Task):
-    """Learns quickly, until `rank` comes to `at` calls of losses, and does what `way` says, unless it has before."""
+    """Learns quickly, until `rank` comes to `at` calls of losses, and does what `way` says, once."""
 
     way: str = ""
     rank: int = 1

@@ -29,6 +29,7 @@ FLOORS = (
     {"snapshots"},
     {"records"},
     {"loop", "keeping", "home"},
+    {"parts"},
     {"training", "launch"},
     {"api"},
     {"cli"},

@@ -39,13 +39,12 @@ def computed_on(batches: Batches, epoch: int, step: int, rank: int) -> list[int]
 
 
 def in_step(error: Exception, batches: Batches, epoch: int, step: int) -> Exception:
-    """The error, saying in which step it was."""
+    """The error; where memory has run out, one that says in which step it was."""
+    if not isinstance(error, MemoryError | torch.OutOfMemoryError) and NO_MEMORY not in str(error):
+        return error
     own = computed_on(batches, epoch, step, batches.rank)
     where = f"{words.step(epoch, step)}, on {words.samples(own)}" if own else words.step(epoch, step)
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or NO_MEMORY in str(error):
-        return OutOfMemory(f"in {where}: {error or 'no memory is left'}")
-    error.add_note(f"This was in {where}.")
-    return error
+    return OutOfMemory(f"in {where}: {error or 'no memory is left'}")
 
 
 def loss_not_finite(batches: Batches, epoch: int, step: int, *, own: bool) -> UserError:

@@ -50,7 +50,11 @@ class Training:
     epochs: int
     max_steps: int | None
     patience: int | None
-    pulse: Pulse
+
+    @property
+    def pulse(self) -> Pulse:
+        """Says where this rank is."""
+        return self.stepper.pulse
 
 
 def train(parts: Training, progress: Progress) -> bool:

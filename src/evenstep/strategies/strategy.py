@@ -97,9 +97,11 @@ class Strategy(ABC):
         return {name for name, buffer in named if id(buffer) in own}
 
     def finite(self) -> bool:
-        """Whether all weights and buffers are finite numbers. Every rank has to ask."""
-        parts = [local(part.detach()) for part in (*self.model.parameters(), *self.model.buffers())]
-        found = not_finite([part for part in parts if part.is_floating_point()])
+        """Whether all weights are finite numbers, and what BatchNorms have gathered. Every rank has to ask."""
+        norms = (*self._even_norms, *self._own_norms)  # other buffers may be infinite by design, as masks are
+        gathered = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
+        parts = [local(part.detach()) for part in (*self.model.parameters(), *gathered)]
+        found = not_finite([part for part in parts if part.is_floating_point()]).to(self.device)
         if self.world > 1:
             dist.all_reduce(found)
         return not bool(found)
@@ -124,7 +126,8 @@ class Strategy(ABC):
 
 def not_finite(tensors: Sequence[Tensor]) -> Tensor:
     """1 where a number in these is not finite, else 0; on their device, so that nobody waits for it."""
-    largest = nn.utils.get_total_norm(tensors, math.inf)
+    some = [tensor for tensor in tensors if tensor.numel()]  # a rank may hold nothing of what is sharded
+    largest = nn.utils.get_total_norm(some, math.inf)
     return (~largest.isfinite()).float()
 
 

@@ -317,7 +317,7 @@ def test_the_resolved_configuration_is_kept_whole(on_two: Ran) -> None:
     left_open = {name for name, value in kept.items() if value is None}
     assert left_open == {
         *("model", "data", "sample", "max_steps", "patience", "batch_size", "micro_batch", "clip"),
-        *("snapshot_every", "max_restarts", "to", "best"),
+        *("snapshot_every", "max_restarts", "stall_timeout", "spot", "to", "best"),
     }
 
 

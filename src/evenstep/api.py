@@ -18,9 +18,10 @@ from evenstep import weights as kept_weights
 from evenstep import world
 from evenstep.config import DECISIVE, Config, checked, read_yaml
 from evenstep.errors import UserError, unknown
+from evenstep.failure import Failure
 from evenstep.files import RunFiles, find_run, locked, replacing
 from evenstep.launch import local
-from evenstep.launch.blame import UNGUARDED, Failure, RankFailed, leave_if_read_again
+from evenstep.launch.blame import UNGUARDED, RankFailed, leave_if_read_again
 from evenstep.progress import Values
 from evenstep.records import record
 from evenstep.records.events import Events, losses_of
@@ -109,6 +110,7 @@ def resume(run: str | Path, *, runs: str = "runs", **options: Any) -> Result:
     kept = read_yaml(found.config)
     if not {"procs", "nodes", "strategy"}.isdisjoint(options):
         kept["strategy"] = None
+    kept["allow_drift"] = False  # what was allowed once is not for ever
     config = Config(**{**kept, **checked(options, "evenstep.resume()")})
     if not _leads(config):
         return _train(config, sys.argv, found.folder if world.from_launcher() else None, None)

@@ -18,6 +18,7 @@ from evenstep.order.digest import Digest
 from evenstep.order.permutation import Indices, Permutation
 from evenstep.order.plan import Share
 from evenstep.tasks.task import Batch, Draw, Task
+from evenstep.watch import stacks
 
 TOGETHER = 1 << 22  # bytes of samples gathered at a time: small batches share a call, and stay in the cache
 
@@ -225,10 +226,11 @@ def _loader(data: Any, workers: int, pin: bool) -> DataLoader[Any]:
 
 
 def _start_worker(number: int) -> None:
-    """A worker ends with its rank, and leaves signals to it."""
+    """A worker ends with its rank, leaves signals to it, and says where it is when asked."""
     del number
     leash.hold()
     leash.leave_signals_to_parent()
+    stacks.answer_when_asked()
 
 
 def on_device(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:

@@ -104,6 +104,18 @@ def make_parser() -> Parser:
         help="times that all ranks are started again",
     )
     resume.add_argument("--to", default=argparse.SUPPRESS, metavar="ADDRESS", help="keep the run there as well")
+    resume.add_argument(
+        "--on-nan",
+        default=argparse.SUPPRESS,
+        metavar="{stop,skip}",
+        help="where a loss is not finite: stop, or skip that step",
+    )
+    resume.add_argument(
+        "--allow-drift",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="go on with other code, data or model than the run began with",
+    )
     resume.add_argument("--runs", default="runs", metavar="DIR", help="the folder of runs")
 
     audit = _command(commands, "audit", _audit, "prove from the records that no sample was lost or repeated")

@@ -23,6 +23,8 @@ PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
 OPTIMIZERS = ("adam", "adamw", "sgd")
 SCHEDULES = ("constant", "cosine", "linear")
 DEVICES = ("auto", "cpu", "cuda", "mps")
+ON_NAN = ("stop", "skip")
+SPOT = ("aws",)
 
 CHOICES = {
     "strategy": STRATEGIES,
@@ -32,6 +34,8 @@ CHOICES = {
     "device": DEVICES,
     "policy": tuple(POLICIES),
     "deal": tuple(DEALS),
+    "on_nan": ON_NAN,
+    "spot": SPOT,
 }
 
 # what decides the result: a run that goes on keeps them
@@ -155,6 +159,15 @@ class Config:
     max_restarts: int | None = None
     """Times that all ranks are started again when one is killed or fails (default: 3; 0 for a single process)."""
 
+    stall_timeout: float | None = None
+    """Seconds without a step until whoever is stuck is named and ended (default: 10 usual steps, at least 30)."""
+    on_nan: str = "stop"
+    """Where a loss is not finite: stop, or skip that step (each step then waits for the device)."""
+    allow_drift: bool = False
+    """Go on where ranks differ in code, options, packages, data or model, or differ from the run's beginning."""
+    spot: str | None = None
+    """aws: stop, with a snapshot, when EC2 gives notice that it takes this spot instance back."""
+
     # what is kept
     runs: str = "runs"
     """The folder that gets a folder for each run."""
@@ -181,6 +194,7 @@ class Config:
             "seed",
             "snapshot_minutes",
             "max_restarts",
+            "stall_timeout",
         ):
             _at_least(name, getattr(self, name), 0)
         if self.clip is not None and not self.clip > 0:

@@ -10,11 +10,12 @@ from torchmetrics import Metric
 
 from evenstep import metrics as exact
 from evenstep.batches import Batches, Micro
+from evenstep.pace import Stops
 from evenstep.precision import computing
 from evenstep.progress import Values
-from evenstep.pulse import Stops
 from evenstep.strategies.strategy import Strategy
 from evenstep.tasks.task import Task
+from evenstep.watch.pulse import EVALUATE, METRICS, Pulse
 
 
 class Interrupted(Exception):
@@ -27,8 +28,11 @@ def evaluate(
     strategy: Strategy,
     precision: str,
     stop_wished: Callable[[], bool] = lambda: False,
+    pulse: Pulse | None = None,
 ) -> Values:
     """The loss and the task's metrics over the data, the same on every rank."""
+    pulse = pulse or Pulse()
+    pulse.piece, pulse.phase = 0, EVALUATE
     strategy.settle()
     measured = _Measured(task, strategy.device)
     idle = _Measured(task, strategy.device)  # takes what a rank without samples computes to keep step
@@ -38,8 +42,10 @@ def evaluate(
             for micro in step.micros:
                 strategy.count(micro.counts)
                 (measured if micro.counts else idle).take(task, _OnePass(strategy.called), micro)
+                pulse.piece += 1
             if stops.wished():
                 raise Interrupted
+    pulse.phase = METRICS
     return exact.merged({"loss": measured.loss, **measured.metrics}, strategy.world)
 
 

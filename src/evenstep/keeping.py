@@ -23,6 +23,8 @@ from evenstep.snapshots.mirror import Mirror
 from evenstep.snapshots.restore import take_over
 from evenstep.snapshots.saver import Saver, Saving
 from evenstep.snapshots.state import State
+from evenstep.watch import drift, fingerprint
+from evenstep.watch.fingerprint import Fingerprint
 from evenstep.world import World
 
 
@@ -123,6 +125,18 @@ def begin(files: RunFiles, config: Settled, plan: Plan, epochs: int, place: Worl
 
     found = None if fresh else home.newest(sound, say)
     return Start(home=home, run=run, session=session, fresh=fresh, found=found, plan=plan)
+
+
+def changed(files: RunFiles, own: Fingerprint, place: World, *, allow: bool) -> list[str]:
+    """What is not as it was when the run began; UserError where that forbids to go on. Every rank has to ask."""
+    found = agreed(lambda: drift.since(record.kept_fingerprint(files), fingerprint.summary(own)), place)
+    forbidding = drift.forbids(found)
+    if forbidding and not allow:
+        raise UserError(
+            f"{files.folder} was begun with other {drift.shown(forbidding)}; bring back what it was, or go on "
+            "with --allow-drift"
+        )
+    return found
 
 
 def _do_without(files: RunFiles, config: Settled, say: Say) -> None:

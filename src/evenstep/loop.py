@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,11 +14,13 @@ from torch import Tensor
 from evenstep.batches import Batches, Step
 from evenstep.errors import UserError
 from evenstep.evaluation import Interrupted
+from evenstep.faults import computed_on, in_step, loss_not_finite, weights_not_finite
 from evenstep.order.digest import Digest
+from evenstep.pace import MOST, exact, paced
 from evenstep.progress import Progress, Values, Window
-from evenstep.pulse import MOST, exact, paced
 from evenstep.records.recorder import Recorder
 from evenstep.step import Stepper
+from evenstep.watch.pulse import DATA, NOTES, SNAPSHOT, WEIGHTS, Pulse
 from evenstep.weights import NotKept
 
 
@@ -49,6 +51,11 @@ class Training:
     max_steps: int | None
     patience: int | None
 
+    @property
+    def pulse(self) -> Pulse:
+        """Says where this rank is."""
+        return self.stepper.pulse
+
 
 def train(parts: Training, progress: Progress) -> bool:
     """Train until the end, or until somebody wishes to stop: whether it came to its end.
@@ -59,9 +66,11 @@ def train(parts: Training, progress: Progress) -> bool:
     for epoch in range(progress.epoch, parts.epochs):
         if _stopped_in_epoch(parts, progress, tally):
             return False
+        _check_weights(parts, progress)
         try:
             values = parts.validate()
         except Interrupted:
+            parts.pulse.phase = SNAPSHOT
             parts.snapshot(progress)
             return False
         before = dataclasses.replace(progress)
@@ -78,6 +87,7 @@ def train(parts: Training, progress: Progress) -> bool:
 
 def _keep_best(parts: Training, progress: Progress, before: Progress) -> None:
     """Where they cannot be kept, what was the best still is: a full disk is no reason to end."""
+    parts.pulse.phase = WEIGHTS
     try:
         parts.keep_best()
     except NotKept as error:
@@ -89,30 +99,65 @@ def _stopped_in_epoch(parts: Training, progress: Progress, tally: "Tally") -> bo
     """Train to the epoch's end; whether somebody wished to stop before it."""
     if progress.number == parts.max_steps:  # resumed where it had come to its end
         return False
+    pulse = parts.pulse
+    pulse.epoch, pulse.step, pulse.piece, pulse.phase = progress.epoch, progress.step, 0, DATA
     tally.begin(progress.step)
     steps = parts.batches.steps(progress.epoch)
-    for step in parts.batches.epoch(progress.epoch, progress.step):
-        tally.add(parts.stepper.take(step, progress.number), step)
+    for step, losses in _taken(parts, progress):
+        tally.add(losses, step)
         progress.step += 1
         progress.number += 1
+        pulse.taken += 1
+        pulse.step, pulse.piece, pulse.phase = progress.step, 0, DATA
         due = parts.snapshot_every is not None and progress.number % parts.snapshot_every == 0
         last = progress.number == parts.max_steps or progress.step == steps
         if tally.full or due or last:
             wishes = _compare_notes(parts, progress, tally)
             if due or wishes.snapshot or wishes.stop:
+                pulse.phase = SNAPSHOT
+                _check_weights(parts, progress)
                 parts.snapshot(progress)
                 tally.begin(progress.step)
+            pulse.phase = DATA
             if wishes.stop or last:
                 return wishes.stop
     return False
 
 
+def _taken(parts: Training, progress: Progress) -> Iterator[tuple[Step, Tensor]]:
+    """Take the epoch's steps one by one: each, and this rank's sum of its losses."""
+    try:
+        for step in parts.batches.epoch(progress.epoch, progress.step):
+            yield step, parts.stepper.take(step, progress.number)
+    except Exception as error:
+        named = in_step(error, parts.batches, progress.epoch, progress.step)
+        if named is error:
+            raise
+        raise named from error
+
+
 def _compare_notes(parts: Training, progress: Progress, tally: "Tally") -> Wishes:
+    parts.pulse.phase = NOTES
     window, wishes = tally.take(parts.wishes())
+    guard = parts.stepper.guard
+    if guard is None and window.bad:
+        first = window.bad[0]
+        raise loss_not_finite(parts.batches, progress.epoch, first, own=tally.was_bad(first - window.first))
     progress.add(window)
     parts.batches.taken(progress.epoch, progress.step)
     parts.recorder.steps(progress, window)
+    for step in window.bad:
+        assert guard is not None
+        ranks = guard.left_out.pop(0)
+        samples = {rank: computed_on(parts.batches, progress.epoch, step, rank) for rank in ranks}
+        parts.recorder.left_out(progress.epoch, step, samples)
     return wishes
+
+
+def _check_weights(parts: Training, progress: Progress) -> None:
+    """Nothing is kept that is not finite. A loss says so only in the step after."""
+    if not parts.stepper.strategy.finite():
+        raise weights_not_finite(progress.epoch, progress.step)
 
 
 class Tally:
@@ -124,6 +169,7 @@ class Tally:
     def __init__(self, device: torch.device, world: int) -> None:
         self._notes = torch.zeros(3 + MOST, dtype=exact(device), device=device)
         self._sums = self._notes[3:]
+        self._own = self._sums
         self._totals: list[int] = []
         self._world = world
         self._every = 1
@@ -132,14 +178,14 @@ class Tally:
     def begin(self, step: int) -> None:
         """The next steps start now, with this one of the epoch."""
         self._first = step
-        self._digest = Digest()
+        self._digests: list[Digest] = []
         self._since = time.perf_counter()
 
     def add(self, losses: Tensor, step: Step) -> None:
         """A step, and this rank's sum of its losses."""
         self._sums[len(self._totals)] = losses
         self._totals.append(step.total)
-        self._digest = self._digest.plus(step.digest)
+        self._digests.append(step.digest)
 
     @property
     def full(self) -> bool:
@@ -152,17 +198,32 @@ class Tally:
         notes = self._notes[: 3 + count]
         own = [time.perf_counter() - self._since, float(wishes.stop), float(wishes.snapshot)]
         notes[:3] = torch.tensor(own, dtype=notes.dtype)
+        self._own = notes[3:].clone()
         if self._world > 1:
             dist.all_reduce(notes)
         time_of_all, stop, snapshot, *sums = notes.tolist()
         seconds = time_of_all / self._world
         losses = [total / samples for total, samples in zip(sums, self._totals, strict=True)]
-        window = Window(self._first, losses, list(self._totals), seconds, self._digest)
+        window = Window(self._first, losses, list(self._totals), seconds, *self._summed(losses))
         self._every = paced(count, seconds)
         self._totals.clear()
         self._notes.zero_()
         self.begin(self._first + count)
         return window, Wishes(stop > 0, snapshot > 0)
+
+    def _summed(self, losses: list[float]) -> tuple[Digest, Digest]:
+        """The digest of the samples that were trained on, and of those in steps whose loss is not finite."""
+        trained, left_out = Digest(), Digest()
+        for loss, digest in zip(losses, self._digests, strict=True):
+            if math.isfinite(loss):
+                trained = trained.plus(digest)
+            else:
+                left_out = left_out.plus(digest)
+        return trained, left_out
+
+    def was_bad(self, place: int) -> bool:
+        """Whether this rank's part of a loss was not finite, of those that were last taken."""
+        return not bool(self._own[place].isfinite())
 
 
 class Score:

@@ -22,10 +22,17 @@ class Window(NamedTuple):
     seconds: float
     digest: Digest
     """Of the samples that this rank trained on."""
+    left_out: Digest = Digest()
+    """Of those in steps that were left out, as their losses or gradients were not finite."""
 
     @property
     def samples_per_second(self) -> float:
         return sum(self.totals) / max(self.seconds, 1e-9)
+
+    @property
+    def bad(self) -> list[int]:
+        """The steps whose loss is not finite, by their number in the epoch."""
+        return [step for step, loss in enumerate(self.losses, start=self.first) if not math.isfinite(loss)]
 
 
 @dataclass(kw_only=True)
@@ -40,6 +47,8 @@ class Progress:
     number: int = 0
     """Steps in all."""
     samples: int = 0
+    skipped: int = 0
+    """Steps that were left out, as their losses or gradients were not finite."""
     seconds: float = 0.0
     epoch_samples: int = 0
     epoch_seconds: float = 0.0
@@ -52,12 +61,14 @@ class Progress:
 
     def add(self, window: Window) -> None:
         """Some more steps are done."""
-        samples = sum(window.totals)
+        trained = [(loss, n) for loss, n in zip(window.losses, window.totals, strict=True) if math.isfinite(loss)]
+        samples = sum(total for _, total in trained)
+        self.skipped += len(window.losses) - len(trained)
         self.samples += samples
         self.epoch_samples += samples
         self.seconds += window.seconds
         self.epoch_seconds += window.seconds
-        self.epoch_loss += sum(loss * total for loss, total in zip(window.losses, window.totals, strict=True))
+        self.epoch_loss += sum(loss * total for loss, total in trained)
 
     def measured(self, values: Values, score: float) -> bool:
         """What the epoch came to; whether it is the best so far. Where nothing is measured, the latest is."""
@@ -99,6 +110,7 @@ class Progress:
             "epochs": self.epoch + 1,
             "steps": self.number,
             "samples": self.samples,
+            "steps_left_out": self.skipped,
             "seconds": self.seconds,
             "samples_per_second": self.samples / self.seconds if self.seconds else 0.0,
             "final": self.final,

@@ -1,5 +1,6 @@
 """One optimizer step: micro-batches -> losses -> gradients -> update."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -7,9 +8,11 @@ from torch import Tensor
 
 from evenstep.batches import Micro, Step
 from evenstep.errors import UserError
+from evenstep.guard import Guard
 from evenstep.precision import computing
 from evenstep.strategies.strategy import Strategy
 from evenstep.tasks.task import Task, full_precision
+from evenstep.watch.pulse import BACKWARD, DATA, FORWARD, UPDATE, Pulse
 
 SCALE = 2.0**16  # of the loss in half precision at first, as torch has it
 
@@ -26,6 +29,8 @@ class Stepper:
         precision: str,
         clip: float | None,
         lr_factor: Callable[[int], float],
+        pulse: Pulse | None = None,
+        skips: bool = False,
     ) -> None:
         self.task = task
         self.strategy = strategy
@@ -39,20 +44,41 @@ class Stepper:
         self.scaler = torch.amp.GradScaler(
             self.device.type, init_scale=SCALE / strategy.world, enabled=precision == "fp16"
         )
+        self.pulse = pulse or Pulse()
+        self.guard = Guard(strategy, self.scaler) if skips else None
         self._base_lrs = [group["lr"] for group in optimizer.param_groups]
 
     def take(self, step: Step, number: int) -> Tensor:
-        """Take global step `number` of the training; returns the sum of the losses of this rank's samples."""
+        """Take global step `number` of the training; returns the sum of the losses of this rank's samples.
+
+        If that is not finite on any rank, and such steps are left out, it is nan on all.
+        """
+        if self.guard:
+            self.guard.remember()
+        losses = self._gradients(step)
+        self.pulse.phase = UPDATE
+        if self.guard and self.guard.refuses(losses):
+            self.optimizer.zero_grad()
+            return torch.full_like(losses, math.nan)
+        self._update(number)
+        return losses
+
+    def _gradients(self, step: Step) -> Tensor:
+        """Accumulate the gradients over the micro-batches."""
         # the strategy averages over ranks, so this makes the gradient that of the mean over all samples
         scale = self.strategy.world / step.total
         last = step.pieces - 1
+        pulse = self.pulse
         sums = []
         for piece, micro in enumerate(step.micros):
+            pulse.phase = FORWARD
             with self.strategy.syncing(piece == last):
                 total = self._total(micro)
+                pulse.phase = BACKWARD
                 self.scaler.scale(total * scale).backward()  # type: ignore[no-untyped-call]
             sums.append(total.detach())
-        self._update(number)
+            pulse.piece = piece + 1
+            pulse.phase = DATA
         return (
             sums[0]
             if last == 0

@@ -2,43 +2,38 @@
 
 import contextlib
 import functools
-import random
 import traceback
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from threading import Event
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
-from evenstep import home, keeping, memory, strategies, weights
-from evenstep.batches import Batches, Order, Subset
+from evenstep import home, keeping, memory, weights
 from evenstep.config import Config, Settled
 from evenstep.errors import UserError
-from evenstep.evaluation import Interrupted, evaluate
+from evenstep.evaluation import Interrupted
 from evenstep.files import RunFiles, new_run, write_text
-from evenstep.loop import Score, Training, Wishes, train
-from evenstep.optimizing import lr_factor, make_optimizer
-from evenstep.order import hashing
-from evenstep.order.plan import Plan
-from evenstep.precision import HALF, stored
-from evenstep.progress import Values
-from evenstep.ranks import choose_device, together
-from evenstep.records.record import close_record, open_record
+from evenstep.loop import Training, Wishes, train
+from evenstep.parts import Measure, Parts, measuring, model_of, prepare, strategy_of
+from evenstep.progress import Progress, Values
+from evenstep.ranks import agreed, board, choose_device, together
+from evenstep.records.record import close_record, keep_fingerprint, open_record
 from evenstep.records.recorder import Recorder
 from evenstep.snapshots.state import State
-from evenstep.step import Stepper
-from evenstep.strategies.batchnorm import even
 from evenstep.strategies.strategy import Strategy
 from evenstep.tasks import catalog
-from evenstep.tasks.task import Optimizing, Task
-from evenstep.watch import stopping
+from evenstep.tasks.task import Task
+from evenstep.watch import fingerprint, spot, stopping
+from evenstep.watch.patience import Patience
+from evenstep.watch.pulse import SNAPSHOT, WEIGHTS, Pulse
+from evenstep.watch.watcher import watching
 from evenstep.weights import NotKept
 from evenstep.world import World
-
-EVALUATED_AT_ONCE = 4  # times the samples a rank trains on at once: without gradients there is room
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +44,6 @@ class Run:
     command: Sequence[str]
     folder: Path | None = None
     """Its folder; None lets rank 0 make one."""
-
-
-# what measures the model as it is, unless somebody wishes to stop
-Measure = Callable[[Callable[[], bool]], Values]
 
 
 class Ended(NamedTuple):
@@ -100,63 +91,87 @@ def train_here(run: Run, config: Settled, task: Task, place: World, device: torc
     if found.folder is not None and found.state == "finished":  # one rank fell as all were about to leave
         return Ended(found.folder, False)
     config = found.settled(config)
-    data = task.data("train")
-    if config.sample is not None:
-        data = Subset(data, config.sample, config.seed)
-    plan = config.plan(len(data))
-    epochs, steps = _length(config, plan)
-    score = _score(config, task)
-    strategy = _strategy(config, task, place, device)
-    stepper = _stepper(config, task, strategy, steps)
-    with contextlib.ExitStack() as opened:
-        validation, test = (_measuring(config, task, strategy, opened, split) for split in ("validation", "test"))
-        order = opened.enter_context(_order(config, plan, epochs, place))
+    patience = Patience(config.stall_timeout, compiles=config.compile)
+    name = agreed(lambda: uuid.uuid4().hex, place)
+    with watching(board(place), place, patience, name) as pulse, contextlib.ExitStack() as opened:
+        parts = prepare(config, task, place, device, pulse, opened)
         # all that can be wrong with what was asked for has shown by now: only then is there a run
         files = opened.enter_context(home.opened(found, functools.partial(make_folder, config), place))
-        start = keeping.begin(files, config, plan, epochs, place)
-        mirror = opened.enter_context(start.mirrored(config))
-        facts = opened.enter_context(_recorded(start, config, device, run.command))
-        recorder = Recorder(
-            files, place, plan, session=start.session, steps=steps, epochs=epochs, log_every=config.log_every
-        )
-        opened.enter_context(contextlib.closing(recorder))
-        recorder.opened(config, strategy.parameters, str(device))
-        state = State(strategy=strategy, optimizer=stepper.optimizer, scaler=stepper.scaler)
-        progress = start.go_on(state, recorder)
-        progress.session = start.session
-        keeper = start.keeper(state, config, mirror, recorder, progress)
-        facts["snapshots"] = keeper.counts
-        stop_wished = functools.partial(_stop_wished, files)
-        batches = _batches(config, task, data, order, strategy, augment_seed=config.seed)
-        parts = Training(
-            batches=opened.enter_context(contextlib.closing(batches)),
-            stepper=stepper,
-            recorder=recorder,
-            validate=functools.partial(validation, stop_wished) if validation else dict,
-            keep_best=functools.partial(weights.keep, strategy, files.weights("best")),
-            snapshot=keeper.take,
-            snapshot_every=config.snapshot_every,
-            wishes=lambda: Wishes(stop=stop_wished(), snapshot=keeper.wished()),
-            score=score,
-            epochs=epochs,
-            max_steps=config.max_steps,
-            patience=config.patience,
-        )
-        with stopping.listening():
-            tested = None
-            if train(parts, progress):
-                _keep_last(strategy, files)
-                tested = _test_best(test, stop_wished, strategy, files)
-            keeper.finish(progress if tested is None else None)
-        facts |= {"parameters": strategy.parameters, **progress.outcome()}
-        if tested is None:
-            facts["state"] = "stopped"
-            recorder.stopped(progress)
-        else:
-            facts["test"] = tested
-            recorder.measured("test", progress.best_epoch, progress.number, tested)
-            recorder.finished(progress, tested)
+        return _train(run, parts, files, opened)
+
+
+def _train(run: Run, parts: Parts, files: RunFiles, opened: contextlib.ExitStack) -> Ended:
+    """Train in a run's folder."""
+    config, place, plan, strategy = parts.config, parts.place, parts.plan, parts.strategy
+    pulse, device = parts.stepper.pulse, strategy.device
+    start = keeping.begin(files, config, plan, parts.epochs, place)
+    changed = keeping.changed(files, parts.runs, place, allow=config.allow_drift)
+    mirror = opened.enter_context(start.mirrored(config))
+    facts = opened.enter_context(_recorded(start, config, device, run.command))
+    recorder = Recorder(
+        files,
+        place,
+        plan,
+        session=start.session,
+        steps=parts.steps,
+        epochs=parts.epochs,
+        log_every=config.log_every,
+    )
+    opened.enter_context(contextlib.closing(recorder))
+    recorder.opened(config, strategy.parameters, str(device))
+    recorder.differs(parts.drifted, changed)
+    if place.leads:
+        keep_fingerprint(files, fingerprint.summary(parts.runs), parts.drifted, changed)
+    state = State(strategy=strategy, optimizer=parts.stepper.optimizer, scaler=parts.stepper.scaler)
+    progress = start.go_on(state, recorder)
+    progress.session = start.session
+    keeper = start.keeper(state, config, mirror, recorder, progress)
+    facts["snapshots"] = keeper.counts
+    stop_wished = functools.partial(_stop_wished, files)
+    with stopping.listening(), spot.notices(config.spot, place) as advised:
+        wishes = functools.partial(_wishes, stop_wished, keeper.wished, advised)
+        tested = None
+        if train(_together(parts, files, recorder, keeper.take, stop_wished, wishes), progress):
+            pulse.phase = WEIGHTS
+            _keep_last(strategy, files)
+            tested = _test_best(parts.test, stop_wished, strategy, files)
+        pulse.phase = SNAPSHOT
+        keeper.finish(progress if tested is None else None)
+    facts |= {"parameters": strategy.parameters, **progress.outcome()}
+    if tested is None:
+        facts["state"] = "stopped"
+        recorder.stopped(progress)
+    else:
+        facts["test"] = tested
+        recorder.measured("test", progress.best_epoch, progress.number, tested)
+        recorder.finished(progress, tested)
     return Ended(files.folder, tested is None)
+
+
+def _together(
+    parts: Parts,
+    files: RunFiles,
+    recorder: Recorder,
+    snapshot: Callable[[Progress], None],
+    stop_wished: Callable[[], bool],
+    wishes: Callable[[], Wishes],
+) -> Training:
+    """All that the loop needs."""
+    config = parts.config
+    return Training(
+        batches=parts.batches,
+        stepper=parts.stepper,
+        recorder=recorder,
+        validate=functools.partial(parts.validation, stop_wished) if parts.validation else dict,
+        keep_best=functools.partial(weights.keep, parts.strategy, files.weights("best")),
+        snapshot=snapshot,
+        snapshot_every=config.snapshot_every,
+        wishes=wishes,
+        score=parts.score,
+        epochs=parts.epochs,
+        max_steps=config.max_steps,
+        patience=config.patience,
+    )
 
 
 @contextlib.contextmanager
@@ -183,35 +198,23 @@ def _recorded(
     close_record(files, **{"state": "finished", **facts})
 
 
-def _order(config: Settled, plan: Plan, epochs: int, place: World) -> contextlib.AbstractContextManager[Order]:
-    """The plan itself, or a service that hands out the same."""
-    if config.order is None:
-        return contextlib.nullcontext(plan)
-    from evenstep.service.remote import order_at
-
-    return contextlib.closing(
-        order_at(
-            config.order,
-            plan,
-            epochs=epochs,
-            rank=place.rank,
-            world=place.size,
-            token_file=None if config.order_token is None else Path(config.order_token),
-            tls_ca=None if config.order_ca is None else Path(config.order_ca),
-        )
-    )
-
-
 def _stop_wished(files: RunFiles) -> bool:
     """Whether somebody has asked this rank to stop, or the run."""
     return stopping.requested() is not None or files.stop.exists()
 
 
+def _wishes(stop_wished: Callable[[], bool], snapshot_wished: Callable[[], bool], advised: Event) -> Wishes:
+    """What this rank would like to happen at the next step that suits all."""
+    advice = advised.is_set()
+    advised.clear()
+    return Wishes(stop=stop_wished(), snapshot=advice or snapshot_wished())
+
+
 def _evaluate(config: Settled, task: Task, kept: Path, split: str, place: World, device: torch.device) -> Values:
-    strategy = _strategy(config, task, place, device)
+    strategy = strategy_of(config, task, model_of(config, task, device), place, device)
     weights.take(strategy, kept)
     with contextlib.ExitStack() as opened:
-        measure = _measuring(config, task, strategy, opened, split)
+        measure = measuring(config, task, strategy, opened, split, Pulse())
         if measure is None:
             raise UserError(f"{config.task} has no {split} data")
         return measure(lambda: False)
@@ -236,98 +239,3 @@ def _test_best(
     except Interrupted:
         weights.take(strategy, files.weights("last"))
         return None
-
-
-def _measuring(
-    config: Settled, task: Task, strategy: Strategy, opened: contextlib.ExitStack, split: str
-) -> Measure | None:
-    """What measures the model as it is on a split; None where the task has no such data."""
-    data = task.data(split)
-    if data is None:
-        return None
-    at_once = EVALUATED_AT_ONCE * (config.micro_batch or -(-config.global_batch // strategy.world))
-    plan = Plan(size=len(data), global_batch=at_once * strategy.world, policy="sequential")
-    batches = _batches(config, task, data, plan, strategy, augment_seed=None)
-    opened.enter_context(contextlib.closing(batches))
-    return functools.partial(evaluate, batches, task, strategy, config.precision)
-
-
-def _batches(
-    config: Settled, task: Task, data: Any, order: Order, strategy: Strategy, *, augment_seed: int | None
-) -> Batches:
-    return Batches(
-        data,
-        task,
-        order,
-        rank=strategy.rank,
-        world=strategy.world,
-        device=strategy.device,
-        micro_batch=config.micro_batch if augment_seed is not None else None,
-        augment_seed=augment_seed,
-        workers=config.workers,
-        dtype=stored(config.precision),
-    )
-
-
-def _strategy(config: Settled, task: Task, place: World, device: torch.device) -> Strategy:
-    """The model, the same on every rank, with what exchanges its gradients around it."""
-    _seed(config.seed)
-    model = task.model()
-    if config.sync_batchnorm:
-        model = even(model)
-    model.to(device, stored(config.precision))
-    if config.compile:
-        model.compile()
-    strategy = strategies.make(
-        config.strategy,
-        model,
-        place,
-        device,
-        units=task.units(model),
-        gathered=HALF.get(config.precision),
-        unused_parameters=task.unused_parameters,
-    )
-    _seed(hashing.key("rank", config.seed, place.rank) >> 32)  # dropout must not be the same on all ranks
-    return strategy
-
-
-def _seed(seed: int) -> None:
-    """All generators that a model's author may draw initial weights from."""
-    torch.manual_seed(seed)
-    np.random.seed(seed % (1 << 32))
-    random.seed(seed)
-
-
-def _score(config: Settled, task: Task) -> Score:
-    """What makes a validation the best one."""
-    if config.best is not None and task.data("validation") is None:
-        raise UserError(f"{config.task} has no validation data to say what is best: leave --best out")
-    return Score(config.best or task.goal, ("loss", *task.metrics()))
-
-
-def _stepper(config: Settled, task: Task, strategy: Strategy, steps: int) -> Stepper:
-    settings = Optimizing(
-        optimizer=config.optimizer,
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        momentum=config.momentum,
-    )
-    optimizer = task.optimizer(strategy.model, settings)
-    return Stepper(
-        task,
-        strategy,
-        optimizer or make_optimizer(strategy.model, settings, strategy.device),
-        precision=config.precision,
-        clip=config.clip,
-        lr_factor=functools.partial(lr_factor, config.schedule, steps=steps, warmup=config.warmup_steps),
-    )
-
-
-def _length(config: Settled, plan: Plan) -> tuple[int, int]:
-    """Epochs, and steps over all of them."""
-    steps, epoch = 0, 0
-    for epoch in range(config.epochs):
-        steps += plan.steps(epoch)
-        if config.max_steps is not None and steps >= config.max_steps:
-            return epoch + 1, config.max_steps
-    return epoch + 1, steps

@@ -23,6 +23,10 @@ class World:
     local_size: int = 1
     node: int = 0
     host: str = ""
+    launched: bool = False
+    """Somebody started this process to train, and may start it again."""
+    reports: Path | None = None
+    """Where whoever started this rank looks for its report when it has failed."""
 
     @property
     def leads(self) -> bool:
@@ -76,6 +80,7 @@ def from_launcher() -> World | None:
         local_size=_number("LOCAL_WORLD_SIZE", "1"),
         node=_number("GROUP_RANK", env.get("NODE_RANK", "0")),
         host=socket.gethostname(),
+        launched=True,
     )
 
 
@@ -136,6 +141,11 @@ def threads_wanted() -> int | None:
     """Threads for each process where the user has said so by OMP_NUM_THREADS."""
     given = os.environ.get("OMP_NUM_THREADS", "")
     return int(given) if given.isdigit() else None
+
+
+def metadata_service() -> str:
+    """Where an EC2 instance asks about itself."""
+    return os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT") or "http://169.254.169.254"
 
 
 def data_home() -> Path:

@@ -4,8 +4,6 @@ Each rank writes a report when it fails, before anything else can happen to it; 
 the processes ended follows who failed first, and why.
 """
 
-import dataclasses
-import json
 import multiprocessing
 import os
 import signal
@@ -14,22 +12,12 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from evenstep.errors import UserError
+from evenstep.failure import Failure, lost_peer, reported
 from evenstep.world import World
-
-LOST_PEER = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Connection refused",
-    "Connection was likely closed",
-    "Broken pipe",
-    "ncclRemoteError",
-)
-
 
 UNGUARDED = (
     "this script is being read by another process to find the task in it, and would start the training again: "
@@ -44,31 +32,6 @@ class Ended(NamedTuple):
     pid: int
     code: int
     time: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Failure:
-    """How one rank came to an end."""
-
-    rank: int
-    host: str
-    pid: int
-    time: float
-    what: str
-    trace: str = ""
-    users: bool = False
-    """It is the user's to mend, and `what` says how."""
-    victim: bool = False
-    """This rank only found that another one had gone."""
-
-    @property
-    def sentence(self) -> str:
-        """Who, where, what."""
-        return f"rank {self.rank} on {self.host} (pid {self.pid}) {self.what}"
-
-    def as_dict(self) -> dict[str, Any]:
-        """As it is written down; `Failure(**it)` is the same again."""
-        return dataclasses.asdict(self)
 
 
 class RankFailed(Exception):
@@ -102,10 +65,10 @@ def leave_if_read_again() -> None:
         os._exit(READ_AGAIN)  # a forkserver makes 1 of any other way out
 
 
-def report(reports: Path, place: World, error: BaseException) -> Failure:
-    """Leave word of how this rank failed."""
+def failure_of(place: World, error: BaseException) -> Failure:
+    """How this rank failed."""
     users = isinstance(error, UserError)
-    failure = Failure(
+    return Failure(
         rank=place.rank,
         host=place.host,
         pid=os.getpid(),
@@ -113,13 +76,8 @@ def report(reports: Path, place: World, error: BaseException) -> Failure:
         what=str(error) if users else f"failed with {type(error).__name__}: {first_line(error)}",
         trace="".join(traceback.format_exception(error)),
         users=users,
-        victim=isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_PEER),
+        victim=lost_peer(error),
     )
-    # a half-written report is never read: it has its name only when it is whole
-    unfinished = reports / f"{place.rank}.unfinished"
-    unfinished.write_text(json.dumps(failure.as_dict()))
-    unfinished.rename(reports / f"{place.rank}.report")
-    return failure
 
 
 def first_line(error: BaseException) -> str:
@@ -132,8 +90,8 @@ def first_line(error: BaseException) -> str:
 
 def culprit_of(reports: Path, ended: Mapping[int, Ended]) -> Failure | None:
     """The rank to blame: one that died without a word, else the first that failed of itself, else the first."""
-    reported = [Failure(**json.loads(path.read_text())) for path in reports.glob("*.report")]
-    known = {failure.rank for failure in reported}
+    told = reported(reports)
+    known = {failure.rank for failure in told}
     silent = [
         Failure(
             rank=rank,
@@ -147,7 +105,7 @@ def culprit_of(reports: Path, ended: Mapping[int, Ended]) -> Failure | None:
         for rank, how in ended.items()
         if rank not in known
     ]
-    return min(silent + reported, key=lambda f: (f.victim, bool(f.trace), f.time), default=None)
+    return min(silent + told, key=lambda f: (f.victim, bool(f.trace), f.time), default=None)
 
 
 def _how_it_ended(code: int) -> str:

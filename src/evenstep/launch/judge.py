@@ -5,7 +5,8 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from evenstep.launch.blame import Ended, Failure, culprit_of
+from evenstep.failure import Failure
+from evenstep.launch.blame import Ended, culprit_of
 from evenstep.watch.board import Board, Gone
 
 ELSEWHERE = 2.0  # seconds in which another node tells of its rank

@@ -1,6 +1,7 @@
 """Ranks on this machine, under torch's elastic agent, started by a forkserver that has torch loaded."""
 
 import contextlib
+import dataclasses
 import os
 import sys
 import tempfile
@@ -10,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from evenstep import leash, world
-from evenstep.launch.blame import Failure, failed, report
+from evenstep.failure import FAILED, Failure, report
+from evenstep.launch.blame import failed, failure_of
 from evenstep.watch import stopping
 from evenstep.watch.stopping import Stopped
 from evenstep.world import Meeting, Surroundings, World
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PRELOADED = ("evenstep.training",)
-FAILED = 1
 VICTIMS_WAIT = 1.0  # seconds, so that the agent finds the rank that went first
 
 
@@ -100,13 +101,13 @@ def _rank(entry: Callable[[World], T], reports: str, surroundings: Surroundings,
     assert place is not None
     try:
         surroundings.enter(attempt)
-        return entry(place)
+        return entry(dataclasses.replace(place, reports=Path(reports)))
     except BaseException as error:
-        victim = False
+        failure = failure_of(place, error)
         with contextlib.suppress(OSError):  # without a report, how the process ends is told
-            victim = report(Path(reports), place, error).victim
+            report(Path(reports), failure)
         sys.stdout.flush()
         sys.stderr.flush()
-        if victim:
+        if failure.victim:
             time.sleep(VICTIMS_WAIT)
         os._exit(FAILED)  # at once: others wait for this rank in collectives, and threads of torch's in it

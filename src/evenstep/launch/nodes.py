@@ -22,7 +22,8 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from evenstep.errors import UserError
-from evenstep.launch.blame import Failure, failed, first_line
+from evenstep.failure import Failure
+from evenstep.launch.blame import failed, first_line
 from evenstep.watch.board import Board, Gone, Private, Shared
 from evenstep.watch.stopping import AGAIN, Stopped
 from evenstep.world import Meeting

@@ -4,6 +4,8 @@ Every rank notes, a few times a second, which steps it took and a digest of the 
 a restart threw away are undone: they are counted apart. What is left has to cover each step once, on every rank of
 the session that took it, and the digests have to add up to that of the samples that these steps have.
 
+Steps that `--on-nan skip` has left out are counted apart too, once their own digests add up to their samples.
+
 What a whole epoch adds up to follows from N by arithmetic. Of an epoch that is not whole, the order has to be
 worked out as far as it went; where that is very far, a part of what the ranks noted is checked for itself.
 """
@@ -36,6 +38,8 @@ class Epoch:
     of: int
     """Steps that the whole epoch has."""
     once: int
+    left_out: int
+    """In steps whose update was left out, as their losses or gradients were not finite."""
     repeated: int
     lost: int
     undone: int
@@ -100,6 +104,8 @@ class _Auditing:
         self.worlds = self.lineage.worlds
         self.covered: dict[int, Coverage] = defaultdict(Coverage)
         self.trained: dict[int, Digest] = defaultdict(Digest)
+        self.left_out: dict[int, set[int]] = defaultdict(set)
+        self.not_trained: dict[int, Digest] = defaultdict(Digest)
         self.undone: dict[int, int] = defaultdict(int)
 
     def audit(self) -> Audit:
@@ -121,6 +127,14 @@ class _Auditing:
                 self.odd.append(f"a session begins or ends in the midst of {noted}")
             self.covered[noted.epoch].add(noted.session, noted.rank, noted.first, noted.last)
             self.trained[noted.epoch] = self.trained[noted.epoch].plus(noted.digest)
+            self._take_left_out(noted)
+
+    def _take_left_out(self, noted: Noted) -> None:
+        within = {step for step in noted.left_out if noted.first <= step < noted.last}
+        if len(within) < len(noted.left_out):
+            self.odd.append(f"more was left out than {noted}")
+        self.left_out[noted.epoch] |= within
+        self.not_trained[noted.epoch] = self.not_trained[noted.epoch].plus(noted.left_out_digest)
 
     def _expected_steps(self) -> Iterator[int]:
         """The steps of each epoch that have to be there: as many as the record tells of, where the run has ended;
@@ -146,11 +160,14 @@ class _Auditing:
         return sum(self.plan.steps(epoch) for epoch in range(min(place[0], self.epochs))) + place[1]
 
     def _epoch(self, epoch: int, steps: int) -> Epoch:
-        once = repeated = lost = 0
+        once = left_out = repeated = lost = 0
         for first, last, least, most in self.covered[epoch].ranges(steps, self.worlds):
             samples = self.plan.samples(epoch, first, last)
             wanted = first < steps
-            once += samples * (wanted and least == most == 1)
+            if wanted and least == most == 1:
+                skipped = self._left_out(epoch, first, last)
+                once += samples - skipped
+                left_out += skipped
             lost += samples * (wanted and not least)
             repeated += samples * max(0, most - wanted)
         return Epoch(
@@ -158,15 +175,32 @@ class _Auditing:
             steps=steps,
             of=self.plan.steps(epoch),
             once=once,
+            left_out=left_out,
             repeated=repeated,
             lost=lost,
             undone=self.undone[epoch],
             proven=self._proven(epoch, steps),
         )
 
+    def _left_out(self, epoch: int, first: int, last: int) -> int:
+        """Samples in those of these steps that were left out."""
+        return sum(
+            self.plan.samples(epoch, step, step + 1) for step in self.left_out[epoch] if first <= step < last
+        )
+
     # What the samples' numbers have to add up to
 
     def _proven(self, epoch: int, steps: int) -> float:
+        return self._adds_up(epoch, steps) if self._left_out_adds_up(epoch) else 0.0
+
+    def _left_out_adds_up(self, epoch: int) -> bool:
+        """Whether the ranks agree on which steps were left out, and each left out its whole part."""
+        expected = Digest()
+        for step in self.left_out[epoch]:
+            expected = expected.plus(self.plan.digest(epoch, step, step + 1))
+        return self.not_trained[epoch] == expected
+
+    def _adds_up(self, epoch: int, steps: int) -> float:
         of, samples = self.plan.steps(epoch), self.plan.samples(epoch, 0, steps)
         rest = self.plan.size - samples
         if self.trained[epoch].samples != samples:

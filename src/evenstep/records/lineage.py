@@ -28,6 +28,10 @@ class Noted(NamedTuple):
     last: int
     """The step after them."""
     digest: Digest
+    """Of all samples in them."""
+    left_out: tuple[int, ...] = ()
+    """Those of the steps whose update was left out."""
+    left_out_digest: Digest = Digest()
 
     @property
     def begin(self) -> Place:
@@ -122,9 +126,21 @@ def read_noted(run: RunFiles) -> Iterator[Noted]:
     for rank, path in run.all_events().items():
         for event in read_events(path):
             if event["name"] == "trained":
-                first = event["step"]
-                last = first + event["steps"]
-                yield Noted(event["session"], rank, event["epoch"], first, last, Digest(*event["digest"]))
+                yield _noted(rank, event)
+
+
+def _noted(rank: int, event: Mapping[str, Any]) -> Noted:
+    first, left_out = event["step"], Digest(*event.get("left_out_digest", ()))
+    return Noted(
+        session=event["session"],
+        rank=rank,
+        epoch=event["epoch"],
+        first=first,
+        last=first + event["steps"],
+        digest=Digest(*event["digest"]).plus(left_out),
+        left_out=tuple(event.get("left_out", ())),
+        left_out_digest=left_out,
+    )
 
 
 def _take(found: Lineage, rank: int, event: Mapping[str, Any]) -> None:

@@ -21,6 +21,7 @@ from evenstep.errors import UserError
 from evenstep.files import RunFiles, write_json
 from evenstep.order.plan import Plan
 from evenstep.progress import Progress
+from evenstep.watch.drift import Summary
 from evenstep.world import World
 
 CLOCKS_ARE_SET_BY = 60.0  # seconds; a process's start is told by the clock, which may be put right meanwhile
@@ -70,6 +71,26 @@ def open_record(
         "plan": dataclasses.asdict(plan),
     }
     write_json(files.record, started)
+
+
+def keep_fingerprint(files: RunFiles, own: Summary, drift: Sequence[str], changed: Sequence[str]) -> None:
+    """What ran, as it was when the run began; in what its ranks differed; what has changed since."""
+    before = json.loads(files.record.read_text(encoding="utf-8"))
+    facts: dict[str, Any] = {} if "fingerprint" in before else {"fingerprint": own}
+    if drift:
+        facts["drift"] = [*before.get("drift", []), {"time": now(), "between_ranks": list(drift)}]
+    if changed:
+        facts["changed"] = [*before.get("changed", []), {"time": now(), "what": list(changed)}]
+    if facts:
+        amend(files, **facts)
+
+
+def kept_fingerprint(files: RunFiles) -> Summary:
+    """What ran when the run began; nothing where that is not known."""
+    if not files.record.is_file():
+        return {}
+    found: Summary = read(files).get("fingerprint", {})
+    return found
 
 
 def close_record(files: RunFiles, state: str, **facts: Any) -> None:

@@ -2,8 +2,9 @@
 
 import contextlib
 import dataclasses
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from evenstep.config import Settled
@@ -14,6 +15,7 @@ from evenstep.records.events import Events
 from evenstep.records.screen import Output, Screen, in_words
 from evenstep.snapshots.mirror import Sent
 from evenstep.snapshots.saver import Saved
+from evenstep.watch import drift, words
 from evenstep.world import World
 
 if TYPE_CHECKING:
@@ -55,9 +57,19 @@ class Recorder:
             each = (f"{worker}: {samples:,}" for worker, samples in enumerate(self.plan.lengths(0)))
             self.say(f"samples of the first epoch by worker: {', '.join(each)}")
 
+    def differs(self, drifted: Sequence[str], changed: Sequence[str]) -> None:
+        """The ranks do not run the same, or not what the run began with, and were told to go on."""
+        if drifted:
+            self.events.instant("drift", between_ranks=list(drifted))
+            self.say(f"the ranks do not run the same, as --allow-drift allows: {drift.shown(drifted)}")
+        if changed:
+            self.events.instant("changed", since_the_beginning=list(changed))
+            self.say(f"changed since the run began: {drift.shown(changed)}")
+
     def steps(self, progress: Progress, window: Window) -> None:
         """Some more steps of the epoch are done."""
         rate = window.samples_per_second
+        left_out = {"left_out": window.bad, "left_out_digest": window.left_out} if window.bad else {}
         self.events.instant(
             "trained",
             session=self.session,
@@ -65,6 +77,7 @@ class Recorder:
             step=window.first,
             steps=len(window.losses),
             digest=window.digest,
+            **left_out,
         )
         if self.curves is not None:
             self.events.scalar(
@@ -74,11 +87,18 @@ class Recorder:
         if self.screen is not None:
             self.screen.moved(progress.epoch, progress.number, window.losses[-1], rate)
 
+    def left_out(self, epoch: int, step: int, samples: Mapping[int, Sequence[int]]) -> None:
+        """A step was left out. By rank, the samples whose loss was not finite; if none, its gradients were not."""
+        self.events.instant("left out", epoch=epoch, step=step, samples=samples)
+        met = "; ".join(f"the loss of rank {rank} in {words.samples(each)}" for rank, each in samples.items())
+        self.say(f"{words.step(epoch, step)} is left out: {met or 'its gradients'} was not finite")
+
     def _draw(self, curves: "SummaryWriter", before: int, window: Window) -> None:
         """A point of the curves for every `log_every` steps: their mean."""
         for number, loss in enumerate(window.losses, start=before + 1):
-            self._undrawn.append(loss)
-            if number % self.log_every == 0:
+            if math.isfinite(loss):
+                self._undrawn.append(loss)
+            if number % self.log_every == 0 and self._undrawn:
                 self._point(curves, number)
                 curves.add_scalar("train/samples_per_second", window.samples_per_second, number)
 

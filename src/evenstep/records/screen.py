@@ -103,12 +103,15 @@ def downloading(name: str) -> Iterator[Callable[[int, int | None], None]]:
 
 def audited(found: Audit) -> None:
     """The finding of an audit, a line an epoch."""
-    table = Table("epoch", "steps", "samples once", "repeated", "lost", "undone by restarts", "digests")
+    table = Table(
+        "epoch", "steps", "samples once", "left out", "repeated", "lost", "undone by restarts", "digests"
+    )
     for epoch in found.epochs:
         table.add_row(
             str(epoch.epoch + 1),
             f"{epoch.steps:,} of {epoch.of:,}",
             f"{epoch.once:,}",
+            f"{epoch.left_out:,}",
             f"{epoch.repeated:,}",
             f"{epoch.lost:,}",
             f"{epoch.undone:,}",

@@ -1,7 +1,8 @@
 """The contract of a strategy: who holds the model, and how the ranks' gradients become one."""
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from evenstep.strategies.batchnorm import EvenBatchNorm
@@ -94,6 +96,16 @@ class Strategy(ABC):
         named = self.model.named_buffers(remove_duplicate=False)
         return {name for name, buffer in named if id(buffer) in own}
 
+    def finite(self) -> bool:
+        """Whether all weights are finite numbers, and what BatchNorms have gathered. Every rank has to ask."""
+        norms = (*self._even_norms, *self._own_norms)  # other buffers may be infinite by design, as masks are
+        gathered = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
+        parts = [local(part.detach()) for part in (*self.model.parameters(), *gathered)]
+        found = not_finite([part for part in parts if part.is_floating_point()]).to(self.device)
+        if self.world > 1:
+            dist.all_reduce(found)
+        return not bool(found)
+
     def weights(self) -> dict[str, Tensor]:
         """All weights and buffers by their names in the user's model, whole, on the CPU of rank 0.
 
@@ -110,6 +122,18 @@ class Strategy(ABC):
             dict(weights) if self.rank == 0 else {},
             options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=several),
         )
+
+
+def not_finite(tensors: Sequence[Tensor]) -> Tensor:
+    """1 where a number in these is not finite, else 0; on their device, so that nobody waits for it."""
+    some = [tensor for tensor in tensors if tensor.numel()]  # a rank may hold nothing of what is sharded
+    largest = nn.utils.get_total_norm(some, math.inf)
+    return (~largest.isfinite()).float()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _sees_own_samples(part: nn.Module) -> bool:

@@ -4,10 +4,12 @@ It is the store at which they met, by a connection of its own: notes are read an
 time, while the collectives wait.
 """
 
+import contextlib
 import json
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, final
 
@@ -32,6 +34,10 @@ class Board(ABC):
     def read(self, name: str) -> Any:
         """A note, or None."""
 
+    @abstractmethod
+    def first(self, name: str, note: Any) -> Any:
+        """Leave a note unless one hangs there; the one that hangs there now, the same for all who try."""
+
     def wait(self, name: str, until: threading.Event, patience: float) -> Any:
         """A note as soon as it hangs there; None if nobody left it in so many seconds, or before the event."""
         deadline = time.monotonic() + patience
@@ -54,6 +60,9 @@ class Private(Board):
     def read(self, name: str) -> Any:
         return self._notes.get(name)
 
+    def first(self, name: str, note: Any) -> Any:
+        return self._notes.setdefault(name, note)
+
 
 @final
 class Shared(Board):
@@ -65,16 +74,26 @@ class Shared(Board):
         self._lock = threading.Lock()
 
     def post(self, name: str, note: Any) -> None:
-        try:
-            with self._lock:
-                self._store.set(f"evenstep/{self._meeting}/{name}", json.dumps(note))
-        except RuntimeError as error:
-            raise Gone(str(error)) from None
+        with self._asking():
+            self._store.set(self._key(name), json.dumps(note))
 
     def read(self, name: str) -> Any:
-        key = f"evenstep/{self._meeting}/{name}"
+        key = self._key(name)
+        with self._asking():
+            return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def first(self, name: str, note: Any) -> Any:
+        with self._asking():
+            return json.loads(self._store.compare_set(self._key(name), "", json.dumps(note)))
+
+    def _key(self, name: str) -> str:
+        return f"evenstep/{self._meeting}/{name}"
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        """One question at a time."""
         try:
             with self._lock:
-                return json.loads(self._store.get(key)) if self._store.check([key]) else None
+                yield
         except RuntimeError as error:
             raise Gone(str(error)) from None

@@ -135,7 +135,8 @@ class Tally:
 
     def add(self, losses: Tensor, step: Step) -> None:
         """A step, and this rank's sum of its losses."""
-        self._sums[len(self._totals)] = losses
+        # at a place of its own: in which order the ranks' numbers are added up depends on their place
+        self._sums[(self._first + len(self._totals)) % MOST] = losses
         self._totals.append(step.total)
         self._digest = self._digest.plus(step.digest)
 
@@ -152,14 +153,13 @@ class Tally:
     def take(self, wishes: Wishes) -> tuple[Window, Wishes]:
         """What waits, over all ranks' samples, and what any of them wishes."""
         count = len(self._totals)
-        notes = self._notes[: 3 + count]
         own = [time.perf_counter() - self._since, float(wishes.stop), float(wishes.snapshot)]
-        notes[:3] = torch.tensor(own, dtype=notes.dtype)
+        self._notes[:3] = torch.tensor(own, dtype=self._notes.dtype)
         if self._world > 1:
-            dist.all_reduce(notes)
-        time_of_all, stop, snapshot, *sums = notes.tolist()
+            dist.all_reduce(self._notes)
+        time_of_all, stop, snapshot, *sums = self._notes.tolist()
         seconds = time_of_all / self._world
-        losses = [total / samples for total, samples in zip(sums, self._totals, strict=True)]
+        losses = [sums[(self._first + i) % MOST] / samples for i, samples in enumerate(self._totals)]
         window = Window(self._first, losses, list(self._totals), seconds, self._digest)
         self._every = min(MOST, max(1, round(count * PULSE / max(seconds, 1e-9))))
         self._totals.clear()

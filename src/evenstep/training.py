@@ -123,7 +123,7 @@ def train_here(run: Run, config: Settled, task: Task, place: World, device: torc
             max_steps=config.max_steps,
             patience=config.patience,
         )
-        with stopping.listening():
+        with contextlib.closing(keeper), stopping.listening():
             ended = train(parts, progress)
             keeper.finish(None if ended else progress)
         facts |= {"parameters": strategy.parameters, **progress.outcome()}

@@ -83,6 +83,11 @@ class Keeper:
         self.saver.wait()
         self._hear()
 
+    def close(self) -> None:
+        """However the training ends, let what is being written be finished, unless it takes others, who are gone."""
+        if self.place.size == 1:
+            self.saver.wait()
+
     def _save(self, progress: Progress) -> None:
         waited = time.perf_counter()
         self.saver.wait()

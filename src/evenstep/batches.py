@@ -220,6 +220,7 @@ def _loader(data: Any, workers: int, pin: bool) -> DataLoader[Any]:
         num_workers=workers,
         persistent_workers=workers > 0,
         pin_memory=pin,
+        generator=torch.Generator(),  # or it would draw from everyone's, once an epoch, and once when resumed
         multiprocessing_context=context,
         worker_init_fn=_start_worker if workers else None,
     )

@@ -142,7 +142,7 @@ def _compare_notes(parts: Training, progress: Progress, tally: "Tally") -> Wishe
     guard = parts.stepper.guard
     if guard is None and window.bad:
         first = window.bad[0]
-        raise loss_not_finite(parts.batches, progress.epoch, first, own=tally.was_bad(first - window.first))
+        raise loss_not_finite(parts.batches, progress.epoch, first, own=tally.was_bad(first))
     progress.add(window)
     parts.batches.taken(progress.epoch, progress.step)
     parts.recorder.steps(progress, window)
@@ -183,7 +183,8 @@ class Tally:
 
     def add(self, losses: Tensor, step: Step) -> None:
         """A step, and this rank's sum of its losses."""
-        self._sums[len(self._totals)] = losses
+        # at a place of its own: in which order the ranks' numbers are added up depends on their place
+        self._sums[(self._first + len(self._totals)) % MOST] = losses
         self._totals.append(step.total)
         self._digests.append(step.digest)
 
@@ -195,15 +196,14 @@ class Tally:
     def take(self, wishes: Wishes) -> tuple[Window, Wishes]:
         """What waits, over all ranks' samples, and what any of them wishes."""
         count = len(self._totals)
-        notes = self._notes[: 3 + count]
         own = [time.perf_counter() - self._since, float(wishes.stop), float(wishes.snapshot)]
-        notes[:3] = torch.tensor(own, dtype=notes.dtype)
-        self._own = notes[3:].clone()
+        self._notes[:3] = torch.tensor(own, dtype=self._notes.dtype)
+        self._own = self._sums.clone()
         if self._world > 1:
-            dist.all_reduce(notes)
-        time_of_all, stop, snapshot, *sums = notes.tolist()
+            dist.all_reduce(self._notes)
+        time_of_all, stop, snapshot, *sums = self._notes.tolist()
         seconds = time_of_all / self._world
-        losses = [total / samples for total, samples in zip(sums, self._totals, strict=True)]
+        losses = [sums[(self._first + i) % MOST] / samples for i, samples in enumerate(self._totals)]
         window = Window(self._first, losses, list(self._totals), seconds, *self._summed(losses))
         self._every = paced(count, seconds)
         self._totals.clear()
@@ -221,9 +221,9 @@ class Tally:
                 left_out = left_out.plus(digest)
         return trained, left_out
 
-    def was_bad(self, place: int) -> bool:
-        """Whether this rank's part of a loss was not finite, of those that were last taken."""
-        return not bool(self._own[place].isfinite())
+    def was_bad(self, step: int) -> bool:
+        """Whether this rank's part of a step's loss was not finite, of those that were last taken."""
+        return not bool(self._own[step % MOST].isfinite())
 
 
 class Score:

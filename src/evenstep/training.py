@@ -128,6 +128,7 @@ def _train(run: Run, parts: Parts, files: RunFiles, opened: contextlib.ExitStack
     keeper = start.keeper(state, config, mirror, recorder, progress)
     facts["snapshots"] = keeper.counts
     stop_wished = functools.partial(_stop_wished, files)
+    opened.callback(keeper.close)
     with stopping.listening(), spot.notices(config.spot, place) as advised:
         wishes = functools.partial(_wishes, stop_wished, keeper.wished, advised)
         tested = None

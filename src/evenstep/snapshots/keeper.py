@@ -42,6 +42,9 @@ class Unkept:
     def finish(self, stopped: Progress | None) -> None:
         """There is nothing to wait for."""
 
+    def close(self) -> None:
+        """Nor here."""
+
 
 class Keeper:
     """One rank's snapshots, over a training.
@@ -99,6 +102,11 @@ class Keeper:
             self._save(stopped)
         self.saver.wait()
         self._hear()
+
+    def close(self) -> None:
+        """However the training ends, finish what is being written, unless it takes others, who are gone."""
+        if self.place.size == 1:
+            self.saver.wait()
 
     def _save(self, progress: Progress) -> None:
         waited = time.perf_counter()

@@ -26,7 +26,7 @@ $(VENV)/demo: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/test: $(VENV)/demo
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[vision,bench,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[vision,s3,bench,dev]'
 	touch $@
 
 clean:

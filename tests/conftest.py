@@ -9,6 +9,7 @@ import shutil
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
@@ -16,11 +17,15 @@ from typing import Any
 
 import psutil
 import pytest
+import sklearn.datasets  # noqa: F401 - sets variables of the environment when it is first loaded
 
+import buckets
 import commands
+import evenstep.api
 
-GRACE = 10.0  # seconds that what was told to end may take, on a busy machine
+GRACE = 30.0  # seconds that what was told to end may take, on a busy machine
 KEPT_BY_TORCH = "torch/_inductor/compile_worker"  # compilers that stay for the next torch.compile
+KEPT_BY_FSSPEC = ("fsspecIO", "asyncio_")  # its loop, and who looks addresses up for it
 SHM = Path("/dev/shm")
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -64,6 +69,23 @@ def real_data() -> Path:
     return Path(folder)
 
 
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[buckets.Server]:
+    """A real object store, for all tests."""
+    found = buckets.Server(tmp_path_factory.mktemp("s3"))
+    found.start()
+    yield found
+    found.stop()
+
+
+@pytest.fixture
+def bucket(server: buckets.Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An address of the test's own in the object store, to which the environment leads."""
+    for name, value in buckets.variables(server.endpoint).items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{buckets.BUCKET}/{uuid.uuid4().hex[:8]}"
+
+
 @pytest.fixture
 def evenstep(tmp_path: Path) -> Any:
     """Run `evenstep words...` in a folder of the test's own, to its end."""
@@ -104,7 +126,8 @@ class _Seen:
     def left(self) -> list[str]:
         """What there was not before, in words."""
         found = [_told(process) for process in _processes() - self.processes]
-        found += [f"thread {thread.name}" for thread in threading.enumerate() if thread not in self.threads]
+        threads = [thread for thread in threading.enumerate() if thread not in self.threads]
+        found += [f"thread {thread.name}" for thread in threads if not thread.name.startswith(KEPT_BY_FSSPEC)]
         found += [f"port {port}" for port in _ports() - self.ports]
         found += [f"shared memory {name}" for name in _nobodys(_shared() - self.shared)]
         found += [f"{path}" for path in _files() - self.files]

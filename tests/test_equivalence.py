@@ -94,7 +94,7 @@ def train_all(strategies: tuple[str, ...], runs: Path, place: World) -> dict[str
                 task = load_task(config)
                 settled = config.complete(task.defaults, place)
                 run = Run(config=config, command=["test"], folder=None)
-                folders[strategy][case] = train_here(run, settled, task, place, choose_device("cpu", place))
+                folders[strategy][case] = train_here(run, settled, task, place, choose_device("cpu", place)).folder
     return folders
 
 

@@ -1,11 +1,15 @@
 """Indices -> a batch on the device, gathered by the batch wherever the data set can."""
 
 import multiprocessing
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from evenstep import leash
@@ -15,6 +19,8 @@ from evenstep.order.permutation import Indices, Permutation
 from evenstep.order.plan import Share
 from evenstep.tasks.task import Batch, Draw, Task
 from evenstep.watch import stacks
+
+TOGETHER = 1 << 22  # bytes of samples gathered at a time: small batches share a call, and stay in the cache
 
 
 class Order(Protocol):
@@ -60,8 +66,11 @@ class Subset:
         self.data = data
         self.size = min(size, len(data))
         self.chosen = Permutation(len(data), hashing.key("sample", seed))
+        self.by_rows = getattr(data, "by_rows", False)
         if hasattr(data, "gather"):
             self.gather = self._gather
+        if hasattr(data, "__getitems__"):
+            self.__getitems__ = self._several
 
     def __len__(self) -> int:
         return self.size
@@ -71,6 +80,9 @@ class Subset:
 
     def _gather(self, indices: Indices) -> Batch:
         return self.data.gather(self.chosen.at(indices))
+
+    def _several(self, indices: list[int]) -> Any:
+        return self.data.__getitems__(self.chosen.at(np.array(indices)).tolist())
 
 
 class Batches:
@@ -100,8 +112,8 @@ class Batches:
         self.augment_seed = augment_seed
         self.workers = workers
         self.dtype = dtype
-        self.gathers = hasattr(data, "gather")
         self._loader: DataLoader[Any] | None = None
+        self._readers: set[Any] = set()
 
     def steps(self, epoch: int) -> int:
         """Global steps in an epoch."""
@@ -109,43 +121,59 @@ class Batches:
 
     def epoch(self, epoch: int, step: int = 0) -> Iterator[Step]:
         """The steps of an epoch, from `step` on."""
-        shares = self.order.shares(epoch, step, self.rank, self.world)
-        if self.gathers:
-            for share in shares:
-                parts = self._parts(share)
-                micros = (self._ready(self.data.gather(part.indices), part, epoch) for part in parts)
-                yield Step(micros, len(parts), share.total, share.digest)
-        else:
-            yield from self._loaded(shares, epoch)
+        # batches are read ahead of us, so what belongs to a step waits here until its first batch arrives
+        waiting: deque[tuple[Share, list[Part]]] = deque()
 
-    def _loaded(self, shares: Iterator[Share], epoch: int) -> Iterator[Step]:
+        def parts() -> Iterator[Part]:
+            for share in self.order.shares(epoch, step, self.rank, self.world):
+                cut = self._parts(share)
+                waiting.append((share, cut))
+                yield from cut
+
+        arriving = self._gathered(parts()) if hasattr(self.data, "gather") else self._loaded(parts())
+        for first in arriving:
+            share, cut = waiting.popleft()
+            micros = self._rest(first, arriving, cut, epoch)
+            yield Step(micros, len(cut), share.total, share.digest)
+            for _ in micros:  # what the step left unread still has to be taken
+                pass
+
+    def _gathered(self, parts: Iterator[Part]) -> Iterator[Batch]:
+        """The parts' samples, gathered by the batch; of small ones that are rows, many with one call."""
+        many = 1
+        while group := list(islice(parts, many)):
+            indices = [part.indices for part in group]
+            batch = self.data.gather(indices[0] if len(group) == 1 else np.concatenate(indices))
+            batch = on_device(batch, self.device, self.dtype)
+            if len(group) == 1:
+                yield batch
+            else:
+                yield from _taken_apart(batch, [len(part) for part in indices])
+            if getattr(self.data, "by_rows", False):
+                many = max(1, TOGETHER * len(group) // max(1, _bytes(batch)))
+
+    def _loaded(self, parts: Iterator[Part]) -> Iterator[Batch]:
         """The same through a DataLoader, for data sets that are read sample by sample."""
         if self._loader is None:
             self._loader = _loader(self.data, self.workers, pin=self.device.type == "cuda")
-        # the loader draws ahead of us, so what belongs to a batch waits here until the batch arrives
-        waiting: list[tuple[Share, list[Part]]] = []
-
-        def drawn() -> Iterator[list[int]]:
-            for share in shares:
-                parts = self._parts(share)
-                waiting.append((share, parts))
-                for part in parts:
-                    yield part.indices.tolist()
-
         assert isinstance(self._loader.batch_sampler, _Sampler)
-        self._loader.batch_sampler.next = drawn()
-        arrived = iter(self._loader)
-        for batch in arrived:
-            share, parts = waiting.pop(0)
-            micros = self._rest(batch, arrived, parts, epoch)
-            yield Step(micros, len(parts), share.total, share.digest)
-            for _ in micros:  # what the step left unread still has to be taken off the loader
-                pass
+        self._loader.batch_sampler.next = (part.indices.tolist() for part in parts)
+        before = set(multiprocessing.active_children())
+        arriving = iter(self._loader)
+        self._readers |= set(multiprocessing.active_children()) - before
+        for batch in arriving:
+            yield on_device(batch, self.device, self.dtype)
 
-    def _rest(self, first: Batch, arrived: Iterator[Batch], parts: list[Part], epoch: int) -> Iterator[Micro]:
+    def close(self) -> None:
+        """End the loader's processes; one that is deep in a sample does not hold us up."""
+        for process in self._readers:
+            process.kill()
+        self._loader = None
+
+    def _rest(self, first: Batch, arriving: Iterator[Batch], parts: list[Part], epoch: int) -> Iterator[Micro]:
         yield self._ready(first, parts[0], epoch)
         for part in parts[1:]:
-            yield self._ready(next(arrived), part, epoch)
+            yield self._ready(next(arriving), part, epoch)
 
     def _parts(self, share: Share) -> list[Part]:
         """A share cut into micro-batches: as many on every rank as the largest share needs."""
@@ -157,8 +185,7 @@ class Batches:
         return [Part(piece, True) if len(piece) else Part(share.indices[:1], False) for piece in pieces]
 
     def _ready(self, batch: Batch, part: Part, epoch: int) -> Micro:
-        """A batch on the device, prepared by the task."""
-        batch = on_device(batch, self.device, self.dtype)
+        """A batch that is on the device, prepared by the task."""
         draw = None
         if self.augment_seed is not None:
             draw = Draw(self.augment_seed, epoch, part.indices, self.device)
@@ -200,16 +227,39 @@ def _start_worker(number: int) -> None:
 
 def on_device(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
     """A batch's tensors on the device, those of floating point in the training's dtype."""
-    if isinstance(batch, torch.Tensor):
-        wanted = dtype if batch.is_floating_point() else batch.dtype
-        if batch.device == device and batch.dtype == wanted:
-            return batch
+
+    def moved(tensor: Tensor) -> Tensor:
+        wanted = dtype if tensor.is_floating_point() else tensor.dtype
+        if tensor.device == device and tensor.dtype == wanted:
+            return tensor
         if device.type == "cuda":
-            batch = batch.pin_memory()  # else the copy waits for the device, and we for the copy
-        return batch.to(device, wanted, non_blocking=True)
+            tensor = tensor.pin_memory()  # else the copy waits for the device, and we for the copy
+        return tensor.to(device, wanted, non_blocking=True)
+
+    return _each(batch, moved)
+
+
+def _taken_apart(batch: Batch, lengths: list[int]) -> Iterator[Batch]:
+    """The batches that were gathered together, so many rows each."""
+    start = 0
+    for length in lengths:
+        yield _each(batch, partial(torch.narrow, dim=0, start=start, length=length))
+        start += length
+
+
+def _bytes(batch: Batch) -> int:
+    sizes: list[int] = []
+    _each(batch, lambda tensor: sizes.append(tensor.nbytes))
+    return sum(sizes)
+
+
+def _each(batch: Batch, change: Callable[[Tensor], Any]) -> Batch:
+    """The batch with each of its tensors changed, whatever they lie in."""
+    if isinstance(batch, Tensor):
+        return change(batch)
     if isinstance(batch, dict):
-        return {name: on_device(part, device, dtype) for name, part in batch.items()}
+        return {name: _each(part, change) for name, part in batch.items()}
     if isinstance(batch, (list, tuple)):
-        parts = [on_device(part, device, dtype) for part in batch]
+        parts = [_each(part, change) for part in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     return batch

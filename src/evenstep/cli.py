@@ -6,15 +6,13 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from evenstep import __version__, world
 from evenstep.errors import UserError
 from evenstep.options import Parser, add_options
 
-if TYPE_CHECKING:
-    from evenstep.api import Result
-
+RUN = "a run's folder, its name, or the address where it is kept (see --to)"
 ABOUT = "Train a PyTorch model on any number of processes, with the same result on each."
 
 
@@ -24,7 +22,8 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def _guarded(words: Sequence[str]) -> int:
-    from evenstep.launch.local import RankFailed, Stopped
+    from evenstep.launch.blame import RankFailed
+    from evenstep.watch.stopping import Stopped
 
     try:
         _as_rank(words) if world.from_launcher() is not None else _run(words)
@@ -35,7 +34,7 @@ def _guarded(words: Sequence[str]) -> int:
         sys.stderr.write(error.culprit.trace)
         return _say(str(error), 1)
     except Stopped as error:
-        return _say(str(error), 128 + error.signal)
+        return _say(error.why, error.code) if error.why else error.code
     except KeyboardInterrupt:
         return _say("stopped by SIGINT", 128 + signal.SIGINT)
     except BrokenPipeError:  # the reader of our output has left: nothing to say, and nobody to say it to
@@ -85,11 +84,22 @@ def make_parser() -> Parser:
     train.add_argument("--config", type=Path, metavar="FILE", help="a YAML file of options; those given here win")
 
     resume = _command(commands, "resume", _resume, "go on with a run that was stopped or killed")
-    resume.add_argument("run", metavar="RUN", help="a run's folder, or its name")
+    resume.add_argument("run", metavar="RUN", help=f"{RUN}; from an address it goes on here")
     resume.add_argument("--procs", type=int, default=argparse.SUPPRESS, metavar="N", help="processes")
+    resume.add_argument(
+        "--nodes", default=argparse.SUPPRESS, metavar="N", help="machines, or from how many to how many: 1:4"
+    )
     resume.add_argument("--strategy", default=argparse.SUPPRESS, metavar="NAME", help="one, dp, ddp or fsdp")
     resume.add_argument("--device", default=argparse.SUPPRESS, metavar="NAME", help="auto, cpu, cuda or mps")
     resume.add_argument("--data", default=argparse.SUPPRESS, metavar="DIR", help="the folder of data sets")
+    resume.add_argument(
+        "--max-restarts",
+        type=int,
+        default=argparse.SUPPRESS,
+        metavar="N",
+        help="times that all ranks are started again",
+    )
+    resume.add_argument("--to", default=argparse.SUPPRESS, metavar="ADDRESS", help="keep the run there as well")
     resume.add_argument(
         "--on-nan",
         default=argparse.SUPPRESS,
@@ -105,11 +115,11 @@ def make_parser() -> Parser:
     resume.add_argument("--runs", default="runs", metavar="DIR", help="the folder of runs")
 
     audit = _command(commands, "audit", _audit, "prove from a run's records that no sample was lost or repeated")
-    audit.add_argument("run", metavar="RUN", help="a run's folder, or its name")
+    audit.add_argument("run", metavar="RUN", help=RUN)
     audit.add_argument("--runs", default="runs", metavar="DIR", help="the folder of runs")
 
     export = _command(commands, "export", _export, "write a run's weights to a file of their own")
-    export.add_argument("run", metavar="RUN", help="a run's folder, or its name")
+    export.add_argument("run", metavar="RUN", help=RUN)
     export.add_argument(
         "file",
         metavar="FILE",
@@ -120,7 +130,7 @@ def make_parser() -> Parser:
     export.add_argument("--runs", default="runs", metavar="DIR", help="the folder of runs")
 
     evaluate = _command(commands, "evaluate", _evaluate, "measure a run's weights on its task's data")
-    evaluate.add_argument("run", metavar="RUN", help="a run's folder, or its name")
+    evaluate.add_argument("run", metavar="RUN", help=RUN)
     evaluate.add_argument(
         "--split", default="test", metavar="NAME", help="train, validation or test (the default)"
     )
@@ -154,41 +164,39 @@ def _command(commands: Any, name: str, act: Any, about: str) -> Parser:
 def _train(config: Path | None = None, **options: Any) -> None:
     from evenstep.config import Config, read_yaml
     from evenstep.tasks.catalog import BUILT_IN
+    from evenstep.watch import stopping
 
     given = read_yaml(config) if config is not None else {}
     given = {**given, **options, "set": {**given.get("set", {}), **options.get("set", {})}}
     if "task" not in given:
         raise UserError(f"train what? there are {', '.join(BUILT_IN)}, or a file of yours ending in .py")
     settings = Config(**given)
-    _start_early(settings.procs)
-    from evenstep import api
+    with stopping.resumable():
+        _start_early(settings.procs)
+        from evenstep import api
 
-    _again_if_stopped(api.train_config(settings, [Path(sys.argv[0]).name, *sys.argv[1:]]))
+        api.train_config(settings, [Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
 def _resume(run: str, runs: str, **options: Any) -> None:
-    _start_early(options.get("procs", 1))
-    from evenstep import api
+    from evenstep.watch import stopping
 
-    _again_if_stopped(api.resume(run, runs=runs, **options))
+    with stopping.resumable():
+        _start_early(options.get("procs", 1))
+        from evenstep import api
 
-
-def _again_if_stopped(result: "Result") -> None:
-    """A run that stopped when asked wants to be resumed: the exit code says so to schedulers."""
-    from evenstep.watch.stopping import AGAIN
-
-    if result.record["state"] == "stopped":
-        sys.exit(AGAIN)
+        api.resume(run, runs=runs, **options)
 
 
 def _audit(run: str, runs: str) -> None:
-    from evenstep.files import find_run
     from evenstep.records.audit import audit
     from evenstep.records.screen import audited
+    from evenstep.snapshots.abroad import located
 
-    epochs = audit(find_run(run, Path(runs)))
-    audited(epochs)
-    if not all(epoch.sound for epoch in epochs):
+    with located(run, Path(runs), "events") as files:
+        found = audit(files)
+    audited(found)
+    if not found.sound:
         sys.exit(1)
 
 

@@ -6,6 +6,7 @@ starts, and the result is what is kept with the run.
 
 import dataclasses
 import os
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,13 @@ CHOICES = {
     "deal": tuple(DEALS),
     "on_nan": ON_NAN,
     "spot": SPOT,
+}
+
+# what decides the result: a run that goes on keeps them
+DECISIVE = {
+    *("task", "model", "set", "sample", "epochs", "max_steps", "patience", "best", "seed"),
+    *("batch_size", "global_batch", "policy", "block_size", "deal", "dealt_to", "precision", "sync_batchnorm"),
+    *("optimizer", "lr", "weight_decay", "momentum", "schedule", "warmup_steps", "clip"),
 }
 
 MOST = 1 << 63  # what arrays and torch can count to
@@ -76,6 +84,8 @@ class Config:
     """Stop after this many steps."""
     patience: int | None = None
     """Stop when this many epochs in a row brought no better validation."""
+    best: str | None = None
+    """Which validation is the best: 'max f1', 'min loss', say (default: as the task has it)."""
     seed: int = 0
     """Fixes the initial weights, the order and the augmentation."""
 
@@ -124,8 +134,8 @@ class Config:
     """one, dp, ddp or fsdp (default: one for a single process, else ddp)."""
     procs: int = 1
     """Processes on this machine."""
-    nodes: int = 1
-    """Machines; run the same command on each, with MASTER_ADDR, MASTER_PORT and NODE_RANK set."""
+    nodes: str | int = 1
+    """Machines (1:4 if they come and go); run this on each, with MASTER_ADDR, MASTER_PORT and NODE_RANK set."""
     device: str = "auto"
     """auto, cpu, cuda or mps."""
     workers: int = 0
@@ -135,9 +145,11 @@ class Config:
     snapshot_every: int | None = None
     """Steps between two snapshots."""
     snapshot_minutes: float | None = 5.0
-    """Minutes between two snapshots."""
+    """Minutes between two snapshots; 0 for none by the clock."""
     keep: int = 3
     """Snapshots that are kept; older ones are taken away."""
+    to: str | None = None
+    """Keep the run there as well: s3://bucket/prefix, another address that fsspec knows, or a folder."""
     max_restarts: int | None = None
     """Times that all ranks are started again when one is killed or fails (default: 3; 0 for a single process)."""
 
@@ -156,7 +168,7 @@ class Config:
     note: str = ""
     """A line about this run, kept with it."""
     log_every: int = 50
-    """Steps between two points of the curves in TensorBoard and on the screen."""
+    """Steps between two points of the curves in TensorBoard."""
 
     def __post_init__(self) -> None:
         for name, valid in CHOICES.items():
@@ -165,7 +177,7 @@ class Config:
                 raise unknown(name, value, valid)
         for name in ("epochs", "sample", "max_steps", "patience", "batch_size", "global_batch", "micro_batch"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("block_size", "dealt_to", "procs", "nodes", "log_every", "snapshot_every", "keep"):
+        for name in ("block_size", "dealt_to", "procs", "log_every", "snapshot_every", "keep"):
             _at_least(name, getattr(self, name), 1)
         for name in (
             "lr",
@@ -183,7 +195,23 @@ class Config:
             raise UserError(f"clip must be above 0, not {self.clip}; leave it out for no clipping")
         if self.batch_size and self.global_batch:
             raise UserError("give --batch-size (per process) or --global-batch (over all processes), not both")
-        self._check_processes(self.procs * self.nodes)
+        self._check_processes(self.procs * self.node_range[1])
+
+    @property
+    def node_range(self) -> tuple[int, int]:
+        """How many nodes there have to be, and may be."""
+        least, elastic, most = str(self.nodes).partition(":")
+        numbers = (least, most if elastic else least)
+        if not all(number.isascii() and number.isdecimal() for number in numbers):
+            raise UserError(f"nodes must be a number, or a range such as 1:4, not {self.nodes}")
+        _at_least("nodes", int(least), 1)
+        _at_least(f"the most of nodes {self.nodes}", int(numbers[1]), int(least))
+        return int(least), int(numbers[1])
+
+    @property
+    def several(self) -> bool:
+        """Whether there may be more than one process."""
+        return self.procs * self.node_range[1] > 1
 
     def _check_processes(self, count: int) -> None:
         if self.strategy == "one" and count > 1:
@@ -204,13 +232,18 @@ class Config:
             settled["strategy"] = "one" if place.size == 1 else "ddp"
         if self.dealt_to is None:
             settled["dealt_to"] = place.size
-        settled["procs"], settled["nodes"] = place.local_size, place.size // place.local_size
+        settled["procs"] = place.local_size
+        if ":" not in str(self.nodes):
+            settled["nodes"] = place.size // place.local_size
         return Settled(**{**given, **settled})
+
+    def as_dict(self) -> dict[str, Any]:
+        """The options as plain values, by name."""
+        return {**dataclasses.asdict(self), "set": dict(self.set)}
 
     def as_yaml(self) -> str:
         """A file that `--config` takes."""
-        plain = {**dataclasses.asdict(self), "set": dict(self.set)}
-        return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+        return yaml.safe_dump(self.as_dict(), sort_keys=False, allow_unicode=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,6 +275,15 @@ class Settled(Config):
         )
 
 
+class _Loader(yaml.SafeLoader):
+    """Plain values only, and 1:4 is a text, as it is on a command line: YAML counts it to the base of 60."""
+
+    def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
+        if kind is yaml.ScalarNode and ":" in value:
+            return self.DEFAULT_SCALAR_TAG
+        return super().resolve(kind, value, implicit)  # type: ignore[no-untyped-call]
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """The options in a YAML file, checked by name and kind."""
     try:
@@ -251,8 +293,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise UserError(f"the configuration {path} is not text") from None
     try:
-        given = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        given = yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"the configuration {path} is not YAML: {' '.join(str(error).split())}") from None
     if given is None:
         return {}
@@ -276,7 +318,7 @@ def checked(given: Mapping[str, Any], source: str) -> dict[str, Any]:
 def _of_kind(name: str, value: Any, kinds: tuple[type, ...], source: str) -> Any:
     if name == "set":
         if not isinstance(value, Mapping):
-            raise UserError(f"set in {source} must be a mapping of name to value, not {value!r}")
+            raise UserError(f"set in {source} must be a mapping of name to value, not {reprlib.repr(value)}")
         return dict(value)
     if isinstance(value, kinds) and not (isinstance(value, bool) and bool not in kinds):
         return value
@@ -288,7 +330,7 @@ def _of_kind(name: str, value: Any, kinds: tuple[type, ...], source: str) -> Any
     if str in kinds and isinstance(value, os.PathLike):
         return os.fspath(value)
     expected = " or ".join(_KINDS[kind] for kind in kinds)
-    raise UserError(f"{name} in {source} must be {expected}, not {value!r}")
+    raise UserError(f"{name} in {source} must be {expected}, not {reprlib.repr(value)}")
 
 
 _KINDS = {

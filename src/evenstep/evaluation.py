@@ -1,6 +1,7 @@
 """Validation and test: each sample once, over all ranks, in one forward pass."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -9,6 +10,7 @@ from torchmetrics import Metric
 
 from evenstep import metrics as exact
 from evenstep.batches import Batches, Micro
+from evenstep.pace import Stops
 from evenstep.precision import computing
 from evenstep.progress import Values
 from evenstep.strategies.strategy import Strategy
@@ -16,8 +18,17 @@ from evenstep.tasks.task import Task
 from evenstep.watch.pulse import EVALUATE, FIRST, METRICS, Pulse
 
 
+class Interrupted(Exception):
+    """Somebody wishes to stop before the evaluation has come to its end; all ranks leave it at the same batch."""
+
+
 def evaluate(
-    batches: Batches, task: Task, strategy: Strategy, precision: str, pulse: Pulse | None = None
+    batches: Batches,
+    task: Task,
+    strategy: Strategy,
+    precision: str,
+    stop_wished: Callable[[], bool] = lambda: False,
+    pulse: Pulse | None = None,
 ) -> Values:
     """The loss and the task's metrics over the data, the same on every rank."""
     pulse = pulse or Pulse()
@@ -25,19 +36,32 @@ def evaluate(
     strategy.settle()
     measured = _Measured(task, strategy.device)
     idle = _Measured(task, strategy.device)  # takes what a rank without samples computes to keep step
-    strategy.count(True)
-    strategy.called.eval()
-    with torch.no_grad(), computing(precision, strategy.device):
+    stops = Stops(stop_wished, strategy.device, strategy.world)
+    with _evaluating(strategy), torch.no_grad(), computing(precision, strategy.device):
         for step in batches.epoch(0):
             for micro in step.micros:
                 strategy.count(micro.counts)
                 (measured if micro.counts else idle).take(task, _OnePass(strategy.called), micro)
                 pulse.piece += 1
                 pulse.phase = EVALUATE
-    strategy.called.train()
+            if stops.wished():
+                raise Interrupted
     pulse.evaluated += 1
     pulse.phase = METRICS
     return exact.merged({"loss": measured.loss, **measured.metrics}, strategy.world)
+
+
+@contextlib.contextmanager
+def _evaluating(strategy: Strategy) -> Iterator[None]:
+    """The model in evaluation mode for a while; parts that its author has put to rest rest afterwards too."""
+    strategy.count(True)
+    before = [(part, part.training) for part in strategy.called.modules()]
+    strategy.called.eval()
+    try:
+        yield
+    finally:
+        for part, training in before:
+            part.training = training
 
 
 class _Measured:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 FAILED = 1  # the exit code
 LOST_PEER = (
@@ -36,11 +37,15 @@ class Failure:
         """Who, where, what."""
         return f"rank {self.rank} on {self.host} (pid {self.pid}) {self.what}"
 
+    def as_dict(self) -> dict[str, Any]:
+        """As it is written down; `Failure(**it)` is the same again."""
+        return dataclasses.asdict(self)
+
 
 def report(reports: Path, failure: Failure) -> None:
     """Leave a rank's report. A half-written one is never read: it has its name only when it is whole."""
     unfinished = reports / f"{failure.rank}.unfinished-{failure.pid}"
-    unfinished.write_text(json.dumps(dataclasses.asdict(failure)))
+    unfinished.write_text(json.dumps(failure.as_dict()))
     unfinished.rename(reports / f"{failure.rank}.report")
 
 

@@ -1,6 +1,8 @@
 """The one place that names every file of a run, and the ways of writing that cannot be caught half-way."""
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import re
@@ -34,6 +36,16 @@ class RunFiles:
         """What happened, one JSON line each."""
         return self.folder / "events" / f"rank-{rank}.jsonl"
 
+    def all_events(self) -> dict[int, Path]:
+        """The events of all ranks there have been, by rank."""
+        paths = (self.folder / "events").glob("rank-*.jsonl")
+        found = {int(number): path for path in paths if (number := path.stem.removeprefix("rank-")).isdecimal()}
+        return dict(sorted(found.items()))
+
+    def launcher_events(self, node: int) -> Path:
+        """What happened to the ranks of a node, as the process that started them saw it."""
+        return self.folder / "events" / f"node-{node}.jsonl"
+
     @property
     def snapshots(self) -> Path:
         """A folder for each snapshot."""
@@ -45,8 +57,22 @@ class RunFiles:
         return self.folder / "stop"
 
     @property
+    def lock(self) -> Path:
+        """Held by the one process that may train in this folder."""
+        return self.folder / "lock"
+
+    @property
     def tensorboard(self) -> Path:
         return self.folder / "tensorboard"
+
+    @property
+    def owner(self) -> Path:
+        """Only where the run is kept elsewhere: which start of which run may write there."""
+        return self.folder / "owner.json"
+
+    def name_of(self, path: Path) -> str:
+        """How one of these files is called where the run is kept elsewhere."""
+        return path.relative_to(self.folder).as_posix()
 
     def weights(self, which: str) -> Path:
         """The `best` or the `last` weights, by name, whole, as safetensors."""
@@ -75,11 +101,36 @@ def find_run(run: str | Path, parent: Path) -> RunFiles:
     """The run that a user means: a folder, or the name of one in the folder of runs."""
     parent = parent.expanduser()
     for folder in (Path(run).expanduser(), parent / run):
-        if (folder / "record.json").is_file():
+        if is_file(folder / "record.json"):
             return RunFiles(folder)
     names = sorted(p.parent.name for p in parent.glob("*/record.json"))
     known = f"the last ones in {parent} are {', '.join(names[-5:])}" if names else f"there is none in {parent}"
     raise UserError(f"no run {run}; {known}")
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is a file, also of a name that none can have."""
+    try:
+        return path.is_file()
+    except OSError:  # too long, say
+        return False
+
+
+@contextlib.contextmanager
+def locked(run: RunFiles) -> Iterator[bool]:
+    """Only one at a time trains in a folder; the lock is gone with whoever held it, however that ended. Some file
+    systems know no locks: whether it is one."""
+    sure = True
+    with run.lock.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{run.folder} is being trained in by another process") from None
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+                raise
+            sure = False
+        yield sure
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ And the other way round: a signal that reaches every process of a terminal is fo
 others to answer. Until they run our code, signals wait.
 """
 
+import contextlib
 import multiprocessing
 import os
 import shutil
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from multiprocessing import connection, forkserver, parent_process, resource_tracker, util
 from pathlib import Path
 
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # what people and schedulers send
 
 
 def start_forkserver(preload: Sequence[str]) -> None:
@@ -30,6 +31,26 @@ def start_forkserver(preload: Sequence[str]) -> None:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    # left to itself, it would first finish loading; when all others have ended, it can go
+    util.Finalize(None, _end_forkserver, exitpriority=-1)
+
+
+def _end_forkserver() -> None:
+    server: int | None = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    if server is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(server, signal.SIGKILL)
+
+
+def await_forkserver() -> None:
+    """Until it has loaded all, and starts a process in no time."""
+    first = multiprocessing.get_context("forkserver").Process(target=_nothing)
+    first.start()
+    first.join()
+
+
+def _nothing() -> None:
+    pass
 
 
 def hold(*leftovers: Path) -> None:
@@ -54,14 +75,19 @@ def _wait(sentinel: int, leftovers: Sequence[Path]) -> None:
 
 
 def leave_signals_to_parent() -> None:
-    """Ctrl-C reaches every process of a terminal; the one that started this one decides what it means."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """What asks to stop often reaches all processes: the one that started this one decides what it means."""
+    for number in STOPPING:
+        signal.signal(number, _leave)  # to ignore them would be handed on to programs that this process starts
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+
+
+def _leave(number: int, frame: object) -> None:
+    del number, frame
 
 
 def die_by_signals() -> None:
     """Let a signal end this process at once: no traceback from each rank, no waiting for a collective."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in STOPPING:
         if signal.getsignal(number) != signal.SIG_IGN:  # the shell's word for a job in the background
             signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)

@@ -1,8 +1,9 @@
 """The training: for each step take it; now and then report; at each epoch's end look how good the model is."""
 
+import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,15 +13,15 @@ from torch import Tensor
 
 from evenstep.batches import Batches, Step
 from evenstep.errors import UserError
+from evenstep.evaluation import Interrupted
 from evenstep.faults import computed_on, in_step, loss_not_finite, weights_not_finite
 from evenstep.order.digest import Digest
+from evenstep.pace import MOST, exact, paced
 from evenstep.progress import Progress, Values, Window
 from evenstep.records.recorder import Recorder
 from evenstep.step import Stepper
 from evenstep.watch.pulse import DATA, NOTES, SNAPSHOT, WEIGHTS, Pulse
-
-PULSE = 0.5  # seconds between two moments at which the ranks compare notes
-MOST = 512  # steps between them at the most
+from evenstep.weights import NotKept
 
 
 class Wishes(NamedTuple):
@@ -40,12 +41,12 @@ class Training:
     validate: Callable[[], Values]
     """The loss and metrics on the validation data; nothing where there is none."""
     keep_best: Callable[[], None]
-    """Keep the weights as they are now: they are the best so far."""
+    """Keep the weights as they are now: they are the best so far. NotKept where that cannot be."""
     snapshot: Callable[[Progress], None]
     """Keep all it takes to go on from here."""
     snapshot_every: int | None
     wishes: Callable[[], Wishes]
-    goal: str
+    score: "Score"
     epochs: int
     max_steps: int | None
     patience: int | None
@@ -57,23 +58,37 @@ def train(parts: Training, progress: Progress) -> bool:
 
     All decisions are the same on every rank, since all look at the same numbers.
     """
-    score = Score(parts.goal)
     tally = Tally(parts.stepper.device, parts.stepper.strategy.world)
     for epoch in range(progress.epoch, parts.epochs):
         if _stopped_in_epoch(parts, progress, tally):
             return False
         _check_weights(parts, progress)
-        values = parts.validate()
-        improved = progress.measured(values, score(values))
+        try:
+            values = parts.validate()
+        except Interrupted:
+            parts.pulse.phase = SNAPSHOT
+            parts.snapshot(progress)
+            return False
+        before = dataclasses.replace(progress)
+        improved = progress.measured(values, parts.score(values))
         parts.recorder.epoch(progress, improved)
         if improved:
-            parts.pulse.phase = WEIGHTS
-            parts.keep_best()
+            _keep_best(parts, progress, before)
         if progress.number == parts.max_steps or epoch - progress.best_epoch == parts.patience:
             break
         if epoch + 1 < parts.epochs:
             progress.next_epoch()
     return True
+
+
+def _keep_best(parts: Training, progress: Progress, before: Progress) -> None:
+    """Where they cannot be kept, what was the best still is: a full disk is no reason to end."""
+    parts.pulse.phase = WEIGHTS
+    try:
+        parts.keep_best()
+    except NotKept as error:
+        progress.without_best(before)
+        parts.recorder.say(f"the best weights are NOT kept: {error}; those of before still are")
 
 
 def _stopped_in_epoch(parts: Training, progress: Progress, tally: "Tally") -> bool:
@@ -83,6 +98,7 @@ def _stopped_in_epoch(parts: Training, progress: Progress, tally: "Tally") -> bo
     pulse = parts.pulse
     pulse.epoch, pulse.step, pulse.piece, pulse.phase = progress.epoch, progress.step, 0, DATA
     tally.begin(progress.step)
+    steps = parts.batches.steps(progress.epoch)
     for step, losses in _taken(parts, progress):
         tally.add(losses, step)
         progress.step += 1
@@ -90,7 +106,7 @@ def _stopped_in_epoch(parts: Training, progress: Progress, tally: "Tally") -> bo
         pulse.taken += 1
         pulse.step, pulse.piece, pulse.phase = progress.step, 0, DATA
         due = parts.snapshot_every is not None and progress.number % parts.snapshot_every == 0
-        last = progress.number == parts.max_steps
+        last = progress.number == parts.max_steps or progress.step == steps
         if tally.full or due or last:
             wishes = _compare_notes(parts, progress, tally)
             if due or wishes.snapshot or wishes.stop:
@@ -101,8 +117,6 @@ def _stopped_in_epoch(parts: Training, progress: Progress, tally: "Tally") -> bo
             pulse.phase = DATA
             if wishes.stop or last:
                 return wishes.stop
-    if tally.waiting:
-        _compare_notes(parts, progress, tally)
     return False
 
 
@@ -148,8 +162,7 @@ class Tally:
     """
 
     def __init__(self, device: torch.device, world: int) -> None:
-        exact = torch.float32 if device.type == "mps" else torch.float64
-        self._notes = torch.zeros(3 + MOST, dtype=exact, device=device)
+        self._notes = torch.zeros(3 + MOST, dtype=exact(device), device=device)
         self._sums = self._notes[3:]
         self._own = self._sums
         self._totals: list[int] = []
@@ -170,11 +183,6 @@ class Tally:
         self._digests.append(step.digest)
 
     @property
-    def waiting(self) -> int:
-        """Steps whose losses nobody has seen yet."""
-        return len(self._totals)
-
-    @property
     def full(self) -> bool:
         """Whether it is time to compare notes; it becomes so at the same step on all ranks."""
         return len(self._totals) >= self._every
@@ -192,7 +200,7 @@ class Tally:
         seconds = time_of_all / self._world
         losses = [total / samples for total, samples in zip(sums, self._totals, strict=True)]
         window = Window(self._first, losses, list(self._totals), seconds, *self._summed(losses))
-        self._every = min(MOST, max(1, round(count * PULSE / max(seconds, 1e-9))))
+        self._every = paced(count, seconds)
         self._totals.clear()
         self._notes.zero_()
         self.begin(self._first + count)
@@ -216,16 +224,18 @@ class Tally:
 class Score:
     """How good a validation is by the task's goal; more is better."""
 
-    def __init__(self, goal: str) -> None:
+    def __init__(self, goal: str, measured: Collection[str]) -> None:
         direction, _, self.name = goal.partition(" ")
         if direction not in ("min", "max") or not self.name:
             raise UserError(f"a goal is 'min' or 'max' and a metric's name, such as 'min loss', not {goal!r}")
+        if self.name not in measured:
+            raise UserError(f"the goal names {self.name}, which is not measured; there are {', '.join(measured)}")
         self._sign = 1.0 if direction == "max" else -1.0
 
     def __call__(self, values: Values) -> float:
         if not values:
             return -math.inf
-        if self.name not in values:
-            raise UserError(f"the goal names {self.name}, which is not measured; there are {', '.join(values)}")
-        score = self._sign * float(values[self.name])
-        return -math.inf if math.isnan(score) else score
+        value = values[self.name]
+        if not isinstance(value, int | float):
+            raise UserError(f"the goal names {self.name}, which is {value!r}, not a number to go by")
+        return -math.inf if math.isnan(value) else self._sign * value

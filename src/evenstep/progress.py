@@ -39,6 +39,8 @@ class Window(NamedTuple):
 class Progress:
     """Grows with the training, the same on all ranks."""
 
+    session: str = ""
+    """The time between a start and the next in which it has come this far."""
     epoch: int = 0
     step: int = 0
     """Of the epoch, that comes next."""
@@ -76,14 +78,31 @@ class Progress:
             self.best, self.best_epoch, self.best_score = values, self.epoch, score
         return improved
 
+    def without_best(self, before: "Progress") -> None:
+        """The best is what it was: what was found since could not be kept."""
+        self.best, self.best_epoch, self.best_score = before.best, before.best_epoch, before.best_score
+
     def next_epoch(self) -> None:
         """The epoch is over."""
         self.epoch, self.step = self.epoch + 1, 0
         self.epoch_samples, self.epoch_seconds, self.epoch_loss = 0, 0.0, 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """As a snapshot keeps it; `Progress(**it)` is the same again."""
+        """As a snapshot keeps it; `Progress.of(it)` is the same again."""
         return dataclasses.asdict(self)
+
+    @classmethod
+    def of(cls, kept: Mapping[str, Any]) -> "Progress":
+        """From what a snapshot kept; ValueError where no training has come so far."""
+        fresh = cls()
+        if kept.keys() != fresh.as_dict().keys():
+            raise ValueError(f"{', '.join(sorted(kept))} are not what is kept of it")
+        for name, value in kept.items():
+            usual = getattr(fresh, name)
+            alike = isinstance(value, int | float) if isinstance(usual, float) else type(value) is type(usual)
+            if not alike or (isinstance(usual, int) and not 0 <= value < 1 << 62):
+                raise ValueError(f"{name} is {value!r:.40}")
+        return cls(**kept)
 
     def outcome(self) -> Mapping[str, Any]:
         """What a record keeps of it at the end."""

@@ -76,12 +76,11 @@ def together(config: Settled, place: World, device: torch.device) -> Iterator[No
 
 
 def _store(place: World) -> Store:
-    """Where the ranks of this try find each other, and nothing of an earlier one."""
+    """Where the ranks of this attempt find each other, and nothing of an earlier one."""
     if place.size == 1:
         return HashStore()  # there is nobody to meet and no port to open
     store, _, _ = next(rendezvous("env://", timeout=PATIENCE_WITH_PEERS))
-    _, _, attempt = world.store()
-    return PrefixStore(attempt, store)
+    return PrefixStore(world.attempt(), store)
 
 
 def agreed(choose: Callable[[], T], place: World) -> T:
@@ -93,8 +92,22 @@ def agreed(choose: Callable[[], T], place: World) -> T:
     return found
 
 
+def known(value: T | None, place: World) -> T | None:
+    """What the first rank that knows it knows, on every rank."""
+    return next((each for each in gathered(value, place) if each is not None), None)
+
+
+def gathered(value: T, place: World) -> list[T]:
+    """What each rank has, in rank order, on every rank."""
+    values: list[Any] = [value]
+    if place.size > 1:
+        values *= place.size
+        dist.all_gather_object(values, value)
+    return values
+
+
 def board(place: World) -> Board:
     """Where the ranks leave notes for each other."""
     if place.size == 1:
         return Private()
-    return Shared(*world.store())
+    return Shared(*world.store(), world.attempt())

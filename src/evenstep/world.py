@@ -8,6 +8,7 @@ from pathlib import Path
 
 from evenstep.errors import UserError
 
+_ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # torch counts them on each node for itself, so we put a name there
 # what torch tells each rank of its place
 _OF_A_RANK = ("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_")
 
@@ -50,8 +51,8 @@ class Surroundings:
     folder: str
     environment: Mapping[str, str]
 
-    def enter(self) -> None:
-        """Make them this process's own, but for its place among the ranks."""
+    def enter(self, attempt: str) -> None:
+        """Make them this process's own, but for its place among the ranks of this attempt."""
         os.chdir(self.folder)
         for name in set(os.environ) | set(self.environment):
             if not name.startswith(_OF_A_RANK):
@@ -59,6 +60,7 @@ class Surroundings:
                     os.environ[name] = self.environment[name]
                 else:
                     del os.environ[name]
+        os.environ[_ATTEMPT] = attempt
 
 
 def surroundings() -> Surroundings:
@@ -92,18 +94,35 @@ def meeting() -> Meeting | None:
     env = os.environ
     if "MASTER_ADDR" not in env or "MASTER_PORT" not in env:
         return None
+    port = _number("MASTER_PORT")
+    if port >= 1 << 16:
+        raise UserError(f"MASTER_PORT in the environment must be a port, not {port}")
     return Meeting(
         address=env["MASTER_ADDR"],
-        port=_number("MASTER_PORT"),
-        node=_number("NODE_RANK", env.get("GROUP_RANK", "0")),
+        port=port,
+        node=_number("NODE_RANK", env.get("GROUP_RANK", "")),
         world=_number("WORLD_SIZE") if "WORLD_SIZE" in env else None,
     )
 
 
-def store() -> tuple[str, int, str]:
-    """Host and port of the store at which the ranks have met, and a name for this meeting among earlier ones."""
-    env = os.environ
-    return env["MASTER_ADDR"], _number("MASTER_PORT"), env.get("TORCHELASTIC_RESTART_COUNT", "0")
+def store() -> tuple[str, int]:
+    """Host and port of the store at which the ranks have met."""
+    return os.environ["MASTER_ADDR"], _number("MASTER_PORT")
+
+
+def store_stays() -> bool:
+    """Whether a launcher keeps that store, so that it outlives the ranks."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def attempt() -> str:
+    """The name of this start of the ranks, among all that their launcher may need."""
+    return os.environ.get(_ATTEMPT, "0")
+
+
+def restarted() -> bool:
+    """Whether the launcher has started these ranks before, in this run of it."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def _number(name: str, default: str = "") -> int:

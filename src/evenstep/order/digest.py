@@ -26,6 +26,11 @@ class Digest(NamedTuple):
         sums = ((a + b) % MODULUS for a, b in zip(self[1:], other[1:], strict=True))
         return Digest(self.samples + other.samples, *sums)
 
+    def minus(self, other: "Digest") -> "Digest":
+        """That of what is left without the other's samples."""
+        sums = ((a - b) % MODULUS for a, b in zip(self[1:], other[1:], strict=True))
+        return Digest(self.samples - other.samples, *sums)
+
 
 def of(indices: Indices) -> Digest:
     """The digest of these samples."""

@@ -106,6 +106,20 @@ class Plan:
         lengths = self.lengths(epoch)
         return [sum(stop - start for start, stop in self._parts(lengths, step)) for step in range(first, last)]
 
+    def samples(self, epoch: int, first: int, last: int) -> int:
+        """Samples in the global steps first, first + 1, ... last - 1 together."""
+        return sum(stop - start for start, stop in self._parts(self.lengths(epoch), first, last - first))
+
+    def digest(self, epoch: int, first: int, last: int) -> Digest:
+        """What stands for the samples of these steps."""
+        lengths = self.lengths(epoch)
+        found = Digest()
+        for lane, (start, stop) in enumerate(self._parts(lengths, first, last - first)):
+            for block in range(start, stop, WINDOW):
+                places = np.arange(block, min(block + WINDOW, stop), dtype=np.int64)
+                found = found.plus(digest.of(self._members(epoch, lane, lengths, places)))
+        return found
+
     def shares(self, epoch: int, step: int, rank: int, world: int) -> Iterator[Share]:
         """What a rank computes in the steps of an epoch, from `step` on."""
         lengths = self.lengths(epoch)
@@ -153,9 +167,9 @@ class Plan:
             counted = found_digest if cut.weighted else Digest()
             yield Share(indices, cut.weighted, cut.total, cut.most, counted)
 
-    def _parts(self, lengths: list[int], step: int) -> list[tuple[int, int]]:
-        """The part of each lane that belongs to a global step."""
-        before, after = step * self.global_batch, (step + 1) * self.global_batch
+    def _parts(self, lengths: list[int], step: int, steps: int = 1) -> list[tuple[int, int]]:
+        """The part of each lane that belongs to a global step, or to so many together."""
+        before, after = step * self.global_batch, (step + steps) * self.global_batch
         lanes = self.lanes
         return [
             (min(even(before, lanes, lane), length), min(even(after, lanes, lane), length))

@@ -7,6 +7,7 @@ import os
 import platform
 import socket
 import subprocess
+import uuid
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
@@ -19,10 +20,12 @@ from evenstep.config import Config
 from evenstep.errors import UserError
 from evenstep.files import RunFiles, write_json
 from evenstep.order.plan import Plan
+from evenstep.progress import Progress
 from evenstep.watch.drift import Summary
 from evenstep.world import World
 
 CLOCKS_ARE_SET_BY = 60.0  # seconds; a process's start is told by the clock, which may be put right meanwhile
+OF_AN_END = ("ended", "error", "rank", "test", *Progress().outcome())  # none of it is true of a run that goes on
 PACKAGES = ("evenstep", "torch", "numpy", "torchmetrics", "torchvision", "timm")
 
 
@@ -31,22 +34,30 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
+def identity(files: RunFiles) -> str:
+    """What tells this run from all others, also those of its name; a new one where there is no record yet."""
+    return str(read(files).get("run")) if files.record.is_file() else uuid.uuid4().hex
+
+
 def open_record(
-    files: RunFiles, config: Config, plan: Plan, place: World, device: str, command: Sequence[str]
+    files: RunFiles, run: str, config: Config, plan: Plan, place: World, device: str, command: Sequence[str]
 ) -> None:
     """Write the record of a run that starts now in this process, or that goes on in it."""
     now_here = {
         "state": "running",
         "process": _process(),
-        "world": {"processes": place.size, "nodes": config.nodes, "device": device},
+        "world": {"processes": place.size, "nodes": place.size // place.local_size, "device": device},
     }
     if files.record.is_file():
         before = json.loads(files.record.read_text(encoding="utf-8"))
         again = {"time": now(), "processes": place.size, "after": before["state"], "command": list(command)}
-        amend(files, **now_here, strategy=config.strategy, resumed=[*before.get("resumed", []), again])
+        going_on = {"strategy": config.strategy, "resumed": [*before.get("resumed", []), again]}
+        begun = {name: value for name, value in before.items() if name not in OF_AN_END}
+        write_json(files.record, {**begun, **now_here, **going_on})
         return
     started = {
         **now_here,
+        "run": run,
         "task": config.task,
         "model": config.model,
         "strategy": config.strategy,
@@ -93,13 +104,14 @@ def read(files: RunFiles) -> dict[str, Any]:
         record = json.loads(files.record.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{files.folder} holds no record of a run") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"the record in {files.folder} cannot be read: {error}") from None
-    if not isinstance(record, dict) or not {"state", "process"} <= record.keys():
-        raise UserError(f"{files.record} is not the record of a run")
-    if record["state"] == "running" and _gone(record["process"]):
-        record["state"] = "killed"
-    return record
+    match record:
+        case {"state": str(state), "process": {"host": str(), "pid": int(pid), "created": float()} as process} if (
+            pid > 0
+        ):
+            return {**record, "state": "killed"} if state == "running" and _gone(process) else record
+    raise UserError(f"{files.record} is not the record of a run")
 
 
 def amend(files: RunFiles, **facts: Any) -> None:

@@ -3,22 +3,30 @@
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from evenstep.records.audit import Epoch
+from evenstep.records.audit import Audit
 
 REDRAW = 0.2  # seconds: faster than that nobody reads, and drawing takes time from the training
+
+
+class Output(Console):
+    """Where all is said; that its reader has left is for the command to answer."""
+
+    def on_broken_pipe(self) -> None:
+        """Pass it on; rich would end the program as if it had failed."""
+        raise
 
 
 class Screen:
     """Rank 0's view of the run; quiet but for a line per epoch where the output is no terminal."""
 
-    def __init__(self, console: Console, steps: int, epochs: int) -> None:
+    def __init__(self, console: Output, steps: int, epochs: int) -> None:
         self.console = console
         self.epochs = epochs
         self._drawn = 0.0
@@ -80,24 +88,25 @@ def table(values: Mapping[str, Any]) -> None:
 
 def say(line: str) -> None:
     """A line as it is, however long."""
-    Console().print(line, highlight=False, markup=False, soft_wrap=True)
+    Output().print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
 def downloading(name: str) -> Iterator[Callable[[int, int | None], None]]:
     """A bar for a download, on a terminal: give it the bytes that are here, and of how many."""
     columns = (TextColumn(f"fetching {name}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Output(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def audited(epochs: Sequence[Epoch]) -> None:
+def audited(found: Audit) -> None:
     """The finding of an audit, a line an epoch."""
     table = Table(
         "epoch", "steps", "samples once", "left out", "repeated", "lost", "undone by restarts", "digests"
     )
-    for epoch in epochs:
+    for epoch in found.epochs:
         table.add_row(
             str(epoch.epoch + 1),
             f"{epoch.steps:,} of {epoch.of:,}",
@@ -106,10 +115,10 @@ def audited(epochs: Sequence[Epoch]) -> None:
             f"{epoch.repeated:,}",
             f"{epoch.lost:,}",
             f"{epoch.undone:,}",
-            "agree" if epoch.proven else "DIFFER",
+            "DIFFER" if not epoch.proven else "agree" if epoch.proven == 1 else f"agree in {epoch.proven:.1%}",
         )
-    console = Console()
-    console.print(table)
-    repeated, lost = sum(epoch.repeated for epoch in epochs), sum(epoch.lost for epoch in epochs)
-    sound = all(epoch.sound for epoch in epochs)
-    console.print(f"{repeated:,} repeated, {lost:,} lost{'' if sound else ': NOT each sample exactly once'}")
+    Output().print(table)
+    for line in found.odd:
+        say(f"odd: {line}")
+    verdict = "" if found.sound else ": NOT each sample exactly once, as far as the records tell"
+    say(f"{found.repeated:,} repeated, {found.lost:,} lost{verdict}")

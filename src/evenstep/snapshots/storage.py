@@ -1,171 +1,120 @@
-"""Where snapshots are kept: the few questions they ask of a folder or of an object store.
+"""Where files are kept that have to outlive a process: the few questions asked of a folder or of an object store.
 
-A snapshot is a name with files under it. It exists once it is published: before that nobody sees it, and
-publishing is a single step that happens or does not.
+All that is said of snapshots, such as that the manifest comes last, is said above this, once, for every storage.
 """
 
+import contextlib
 import os
-import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, final
+from typing import Self, final
 
-from evenstep.files import sync_folder, write_bytes
+from evenstep.files import replacing, sync_folder
 
-MANIFEST = "manifest.json"
-BLOCK = 1 << 24
+BLOCK = 1 << 24  # bytes read or sent at a time
+
+Blocks = Iterable[bytes | memoryview]
 
 
 class Storage(ABC):
-    """Keeps snapshots."""
+    """Files by path, `/` between folders. What goes wrong is an OSError."""
+
+    address: str
+    """Where this is, as a person writes it."""
 
     @abstractmethod
-    def names(self) -> list[str]:
-        """The published snapshots."""
+    def files(self) -> dict[str, int]:
+        """The size in bytes of every file; also of what a broken-off write has left, under a name of its own."""
 
     @abstractmethod
-    def put(self, snapshot: str, file: str, content: memoryview) -> None:
-        """Keep a file of a snapshot that is not published yet; returns when it is durable."""
+    def read(self, path: str) -> Iterator[memoryview]:
+        """A file's content, a block at a time; FileNotFoundError where there is none."""
 
     @abstractmethod
-    def publish(self, snapshot: str, manifest: bytes, sizes: Mapping[str, int]) -> None:
-        """Make a snapshot visible in one step; OSError if its files are not all there, of these sizes."""
+    def write(self, path: str, blocks: Blocks) -> None:
+        """Keep a file, in place of the one of that name: whole and durable when this returns, until then not."""
 
     @abstractmethod
-    def manifest(self, snapshot: str) -> bytes:
-        """A published snapshot's manifest."""
+    def remove(self, path: str) -> None:
+        """Take a file away, if it is there."""
 
     @abstractmethod
-    def read(self, snapshot: str, file: str) -> Iterator[memoryview]:
-        """A file's content, a block at a time."""
+    def within(self, folder: str) -> Self:
+        """The part of this storage that lies in a folder."""
 
-    @abstractmethod
-    def size(self, snapshot: str, file: str) -> int:
-        """The length in bytes of a published snapshot's file."""
-
-    @abstractmethod
-    def remove(self, snapshot: str) -> None:
-        """Take a snapshot away; from the first moment on it is not published any more."""
-
-    @abstractmethod
-    def clean(self) -> None:
-        """Take away what was never published, and what was half removed."""
+    def content(self, path: str, most: int) -> bytes:
+        """A small file's content; OSError where it is larger than it can be."""
+        found = bytearray()
+        for block in self.read(path):
+            found += block
+            if len(found) > most:
+                raise OSError(f"{path} is larger than the {most:,} bytes that it can have")
+        return bytes(found)
 
 
 @final
 class Folder(Storage):
-    """Snapshots as folders in a folder; publishing is a rename."""
+    """A folder of this machine, or of a file system that it shares with others."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.address = str(path)
 
-    def names(self) -> list[str]:
-        if not self.path.is_dir():
-            return []
-        return sorted(p.name for p in self.path.iterdir() if not p.name.startswith(".") and p.is_dir())
+    def files(self) -> dict[str, int]:
+        found = {}
+        for folder, _, names in os.walk(self.path, onerror=_unless_gone):
+            for name in names:
+                path = Path(folder, name)
+                with contextlib.suppress(FileNotFoundError):  # gone since
+                    found[path.relative_to(self.path).as_posix()] = path.lstat().st_size
+        return found
 
-    def put(self, snapshot: str, file: str, content: memoryview) -> None:
-        folder = self._incoming(snapshot)
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / file).open("wb") as target:
-            target.write(content)
-            target.flush()
-            os.fsync(target.fileno())
-
-    def publish(self, snapshot: str, manifest: bytes, sizes: Mapping[str, int]) -> None:
-        incoming, final_place = self._incoming(snapshot), self.path / snapshot
-        _check_sizes(sizes, lambda file: (incoming / file).stat().st_size)
-        write_bytes(incoming / MANIFEST, manifest)  # and with it the folder's entries are on disk
-        if final_place.exists():  # of the same step, and passed over by whoever resumed before it
-            self.remove(snapshot)
-        incoming.rename(final_place)
-        sync_folder(self.path)
-
-    def manifest(self, snapshot: str) -> bytes:
-        return (self.path / snapshot / MANIFEST).read_bytes()
-
-    def read(self, snapshot: str, file: str) -> Iterator[memoryview]:
-        with (self.path / snapshot / file).open("rb") as source:
+    def read(self, path: str) -> Iterator[memoryview]:
+        with (self.path / path).open("rb") as source:
             while block := source.read(BLOCK):
                 yield memoryview(block)
 
-    def size(self, snapshot: str, file: str) -> int:
-        return (self.path / snapshot / file).stat().st_size
+    def write(self, path: str, blocks: Blocks) -> None:
+        target = self.path / path
+        _make_folders(target.parent)
+        with replacing(target) as temporary, temporary.open("wb") as file:
+            for block in blocks:
+                file.write(block)
 
-    def remove(self, snapshot: str) -> None:
-        doomed = self.path / f".removed-{snapshot}"
-        shutil.rmtree(doomed, ignore_errors=True)
-        (self.path / snapshot).rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+    def remove(self, path: str) -> None:
+        target = self.path / path
+        target.unlink(missing_ok=True)
+        if target.parent != self.path:
+            with contextlib.suppress(OSError):  # others lie there
+                target.parent.rmdir()
 
-    def clean(self) -> None:
-        for left in (*self.path.glob(".incoming-*"), *self.path.glob(".removed-*")):
-            shutil.rmtree(left, ignore_errors=True)
-
-    def _incoming(self, snapshot: str) -> Path:
-        return self.path / f".incoming-{snapshot}"
-
-
-@final
-class Remote(Storage):
-    """Snapshots under an fsspec address; publishing is the upload of the manifest, which comes last."""
-
-    def __init__(self, filesystem: Any, prefix: str) -> None:
-        self.filesystem = filesystem
-        self.prefix = prefix.rstrip("/")
-
-    def names(self) -> list[str]:
-        self.filesystem.invalidate_cache()
-        found = self.filesystem.glob(f"{self.prefix}/*/{MANIFEST}")
-        return sorted(str(path).rsplit("/", 2)[-2] for path in found)
-
-    def put(self, snapshot: str, file: str, content: memoryview) -> None:
-        place = self._place(snapshot, file)
-        self.filesystem.makedirs(self._place(snapshot), exist_ok=True)
-        with self.filesystem.open(place, "wb", block_size=BLOCK) as target:
-            for start in range(0, len(content), BLOCK):
-                target.write(content[start : start + BLOCK])
-
-    def publish(self, snapshot: str, manifest: bytes, sizes: Mapping[str, int]) -> None:
-        _check_sizes(sizes, lambda file: self.size(snapshot, file))
-        self.filesystem.pipe_file(self._place(snapshot, MANIFEST), manifest)
-
-    def manifest(self, snapshot: str) -> bytes:
-        content: bytes = self.filesystem.cat_file(self._place(snapshot, MANIFEST))
-        return content
-
-    def read(self, snapshot: str, file: str) -> Iterator[memoryview]:
-        with self.filesystem.open(self._place(snapshot, file), "rb", block_size=BLOCK) as source:
-            while block := source.read(BLOCK):
-                yield memoryview(block)
-
-    def size(self, snapshot: str, file: str) -> int:
-        self.filesystem.invalidate_cache()
-        return int(self.filesystem.size(self._place(snapshot, file)))
-
-    def remove(self, snapshot: str) -> None:
-        self.filesystem.rm_file(self._place(snapshot, MANIFEST))
-        self.filesystem.rm(self._place(snapshot), recursive=True)
-
-    def clean(self) -> None:
-        self.filesystem.invalidate_cache()
-        if not self.filesystem.isdir(self.prefix):
-            return
-        published = set(self.names())
-        for path in self.filesystem.ls(self.prefix, detail=False):
-            if str(path).rstrip("/").rsplit("/", 1)[-1] not in published:
-                self.filesystem.rm(path, recursive=True)
-
-    def _place(self, *parts: str) -> str:
-        return "/".join((self.prefix, *parts))
+    def within(self, folder: str) -> Self:
+        return type(self)(self.path / folder)
 
 
-def _check_sizes(expected: Mapping[str, int], size: Callable[[str], int]) -> None:
-    for file, bytes_written in expected.items():
-        try:
-            found = size(file)
-        except FileNotFoundError:
-            raise OSError(f"{file} is not there; do all ranks write to the same place?") from None
-        if found != bytes_written:
-            raise OSError(f"{file} has {found} bytes instead of {bytes_written}")
+def _unless_gone(error: OSError) -> None:
+    """A folder that cannot be read is not an empty one."""
+    if not isinstance(error, FileNotFoundError):
+        raise error
+
+
+def _make_folders(folder: Path) -> None:
+    """As durable as what will lie in them."""
+    if not folder.is_dir():
+        _make_folders(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync_folder(folder.parent)
+
+
+def in_blocks(content: memoryview) -> Iterator[memoryview]:
+    """What lies in memory, a block at a time."""
+    for start in range(0, len(content), BLOCK):
+        yield content[start : start + BLOCK]
+
+
+def why(error: Exception) -> str:
+    """What went wrong, in a line."""
+    if isinstance(error, OSError):
+        return " ".join(str(error.strerror or str(error) or type(error).__name__).split()).rstrip(".")
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -88,6 +88,14 @@ class Strategy(ABC):
             if id(buffer) not in averaged:
                 dist.broadcast(buffer, src=0)
 
+    def own_buffers(self) -> set[str]:
+        """The names of the buffers that differ from rank to rank until `settle`: what BatchNorms have gathered."""
+        if self.world == 1:
+            return set()
+        own = {id(buffer) for norm in self._own_norms for buffer in norm.buffers(recurse=False)}
+        named = self.model.named_buffers(remove_duplicate=False)
+        return {name for name, buffer in named if id(buffer) in own}
+
     def finite(self) -> bool:
         """Whether all weights and buffers are finite numbers. Every rank has to ask."""
         parts = [local(part.detach()) for part in (*self.model.parameters(), *self.model.buffers())]

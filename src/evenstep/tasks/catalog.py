@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evenstep.errors import UserError, unknown
+from evenstep.files import is_file
 
 if TYPE_CHECKING:
     from evenstep.tasks.task import Task
@@ -49,8 +50,8 @@ def describe(task: "Task") -> tuple[str, dict[str, Any]]:
             return name, _options(task)
     if "<locals>" in kind.__qualname__:
         raise UserError(f"{kind.__name__} is defined inside a function; other processes cannot find it there")
-    module = sys.modules[kind.__module__]
-    spec = module.__spec__
+    module = sys.modules.get(kind.__module__)
+    spec = getattr(module, "__spec__", None)
     if spec is not None and "." in spec.name and not spec.name.startswith("evenstep.tasks.files."):
         return f"{spec.name}:{kind.__qualname__}", _options(task)
     file = getattr(module, "__file__", None)
@@ -80,12 +81,14 @@ def _file(text: str) -> types.ModuleType:
     from evenstep.tasks import files
 
     path = Path(text).expanduser()
-    if not path.is_file():
+    if not is_file(path):
         raise UserError(f"no file {text} to take a task from; here is {Path.cwd()}")
     return files.module_of(path)
 
 
 def _module(name: str) -> types.ModuleType:
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise UserError(f"no module can have the name {name!r}, to take a task from")
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -143,8 +146,8 @@ def _fill(kind: Any, task: str, options: Mapping[str, Any]) -> Any:
         raise UserError(f"{kind.__name__} wants arguments nobody here can give; make it a dataclass, for --set")
     given = dict(options)
     for name in ("model_name", "data_dir"):  # --model and --data
-        if given.get(name, "") is None or (name == "data_dir" and name not in fields):
-            del given[name]
+        if given.get(name) is None or (name == "data_dir" and name not in fields):
+            given.pop(name, None)
     if "model_name" in given and "model_name" not in fields:
         raise UserError(f"{task} has one model only; leave --model out")
     for name in given:

@@ -88,7 +88,7 @@ class Cifar10(Task):
         return vision.image_size(self.model_name, SIDE)
 
     def losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        return F.cross_entropy(full_precision(model(batch["image"])), batch["label"], reduction="none")
+        return F.cross_entropy(_logits(model, batch["image"]), batch["label"], reduction="none")
 
     def metrics(self) -> Mapping[str, Metric]:
         return {
@@ -97,7 +97,12 @@ class Cifar10(Task):
         }
 
     def predict(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        return full_precision(model(batch["image"])), batch["label"]
+        return _logits(model, batch["image"]), batch["label"]
+
+
+def _logits(model: nn.Module, images: Tensor) -> Tensor:
+    with vision.attention(images.device):
+        return full_precision(model(images))
 
 
 # On the device, by the batch

@@ -19,6 +19,7 @@ from evenstep.tasks.task import Task, full_precision
 
 TEACHER = 32  # units of the function to be learnt
 HELD_OUT = 10_000  # samples for validation and for test, at most
+GRID = 1 << 20  # two numbers of 20 bits behind the point make one of 40; 13 are left before it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,8 @@ class Synthetic(Task):
 class Made:
     """Samples made when they are asked for."""
 
+    by_rows: ClassVar[bool] = True
+
     size: int
     features: int
     key: int
@@ -85,20 +88,24 @@ class Made:
         rows = hashing.mix(indices.astype(np.uint64) + np.uint64(self.key))
         x = _numbers(rows[:, None] ^ self._columns)
         inner, outer = self._teacher
-        y = np.tanh(x @ inner) @ outer
-        return {"x": torch.from_numpy(x), "y": torch.from_numpy(y)}
+        y = _on_grid(np.tanh(_on_grid(x) @ inner)) @ outer
+        return {"x": torch.from_numpy(x), "y": torch.from_numpy(y.astype(np.float32))}
 
     @cached_property
     def _columns(self) -> hashing.Words:
         return np.array(hashing.stream(hashing.key("synthetic columns"), self.features), dtype=np.uint64)
 
     @cached_property
-    def _teacher(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    def _teacher(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """The same function for every split, of about unit variance."""
         words = hashing.stream(hashing.key("synthetic teacher"), (self.features + 1) * TEACHER)
         weights = _numbers(np.array(words, dtype=np.uint64)).reshape(self.features + 1, TEACHER)
-        scale = np.float32(1 / np.sqrt(self.features))
-        return weights[:-1] * scale, weights[-1] * np.float32(2 / np.sqrt(TEACHER))
+        return _on_grid(weights[:-1] / np.sqrt(self.features)), _on_grid(weights[-1] * 2 / np.sqrt(TEACHER))
+
+
+def _on_grid(x: NDArray[Any]) -> NDArray[np.float64]:
+    """Rounded so that sums of products are exact: else a sample would depend on the batch it is made in."""
+    return np.rint(x.astype(np.float64) * GRID) / GRID
 
 
 def _numbers(words: hashing.Words) -> NDArray[np.float32]:

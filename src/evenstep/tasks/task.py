@@ -4,6 +4,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -96,6 +97,9 @@ class Columns:
     Takes tensors and NumPy arrays, memory-mapped ones included, which are then shared by all processes.
     """
 
+    by_rows: ClassVar[bool] = True
+    """What it gathers has a row per sample: batches that are gathered together can be taken apart again."""
+
     def __init__(self, **columns: Tensor | NDArray[Any]) -> None:
         if not columns:
             raise ValueError("a data set needs at least one column")
@@ -134,8 +138,14 @@ class Draw:
 
     def __init__(self, seed: int, epoch: int, indices: NDArray[np.int64], device: torch.device) -> None:
         self.device = device
+        self._of = seed, epoch, indices
+
+    @cached_property
+    def _words(self) -> hashing.Words:
+        """A word per sample; worked out for those only that draw."""
+        seed, epoch, indices = self._of
         start = np.uint64(hashing.key("draw", seed, epoch))
-        self._words = hashing.mix(hashing.mix(indices.astype(np.uint64) + start) ^ start)
+        return hashing.mix(hashing.mix(indices.astype(np.uint64) + start) ^ start)
 
     def uniform(self, name: str) -> Tensor:
         """A number in [0, 1) per sample, its own for each name."""

@@ -4,12 +4,20 @@ A notice of interruption, which comes two minutes before, is a request to stop. 
 which may come earlier, is a reason for a snapshot at once.
 """
 
+import contextlib
+import functools
 import http.client
 import json
+import signal
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from urllib.parse import urlsplit
+
+from evenstep import world
+from evenstep.watch import stopping
+from evenstep.world import World
 
 EVERY = 5.0  # seconds, as Amazon recommends
 ANSWERS_WITHIN = 2.0
@@ -17,6 +25,27 @@ TOKEN_LASTS = 21600
 TOKEN = "/latest/api/token"
 INTERRUPTION = "/latest/meta-data/spot/instance-action"
 REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
+
+
+@contextlib.contextmanager
+def notices(wanted: str | None, place: World) -> Iterator[threading.Event]:
+    """Meanwhile one rank of each node looks for them, where the run says so; the event is the advice to take a
+    snapshot."""
+    advised = threading.Event()
+    if wanted is None or place.local_rank > 0:
+        yield advised
+        return
+
+    def say(line: str) -> None:  # at once, from whatever rank: it cannot wait until the ranks compare notes
+        sys.stderr.write(f"evenstep: rank {place.rank} on {place.host}: {line}\n")
+
+    asked = functools.partial(stopping.request, signal.SIGUSR1)
+    spot = Spot(world.metadata_service(), stop=asked, save=advised.set, say=say)
+    spot.start()
+    try:
+        yield advised
+    finally:
+        spot.close()
 
 
 class Spot:

@@ -23,6 +23,10 @@ UNGUARDED = (
     "this script is being read by another process to find the task in it, and would start the training again: "
     'put evenstep.train(...) under  if __name__ == "__main__":'
 )
+HINTS = {
+    signal.SIGKILL: "; was it the kernel, for want of memory? dmesg says so",
+    signal.SIGABRT: "; torch does so where ranks meet in exchanges that differ: has one of them left one out?",
+}
 READ_AGAIN = 78  # the exit code of such a process: a configuration error, as sysexits.h has it
 
 

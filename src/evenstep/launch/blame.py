@@ -112,12 +112,6 @@ def culprit_of(reports: Path, ended: Mapping[int, Ended]) -> Failure | None:
     return min(silent + told, key=lambda f: (f.victim, bool(f.trace), f.time), default=None)
 
 
-HINTS = {
-    signal.SIGKILL: "; was it the kernel, for want of memory? dmesg says so",
-    signal.SIGABRT: "; torch does so where ranks meet in exchanges that differ: has one of them left one out?",
-}
-
-
 def _how_it_ended(code: int) -> str:
     if code == READ_AGAIN:
         return UNGUARDED

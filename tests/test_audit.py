@@ -248,13 +248,16 @@ def repeat_any(text: bytes, data: st.DataObject) -> bytes:
     return b"".join(lines)
 
 
+ANYWHERE = st.integers(0, 1 << 32)  # the times in a file make it a letter longer or shorter
+
+
 def change_a_letter(text: bytes, data: st.DataObject) -> bytes:
-    at = data.draw(st.integers(0, len(text) - 1))
+    at = data.draw(ANYWHERE) % len(text)
     return text[:at] + data.draw(st.binary(min_size=1, max_size=1)) + text[at + 1 :]
 
 
 def truncate(text: bytes, data: st.DataObject) -> bytes:
-    return text[: data.draw(st.integers(0, len(text)))]
+    return text[: data.draw(ANYWHERE) % (len(text) + 1)]
 
 
 @given(st.data())

@@ -44,7 +44,7 @@ def in_step(error: Exception, batches: Batches, epoch: int, step: int) -> Except
         return error
     own = computed_on(batches, epoch, step, batches.rank)
     where = f"{words.step(epoch, step)}, on {words.samples(own)}" if own else words.step(epoch, step)
-    return OutOfMemory(f"in {where}: {error or 'no memory is left'}")
+    return OutOfMemory(f"in {where}: {str(error) or 'no memory is left'}")
 
 
 def loss_not_finite(batches: Batches, epoch: int, step: int, *, own: bool) -> UserError:

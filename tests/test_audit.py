@@ -2,12 +2,13 @@
 number of ranks, gone snapshots and damaged records lie."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import shutil
 import socket
 import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -398,3 +399,61 @@ def test_the_command_says_so_by_its_exit_code(folders: Callable[[], RunFiles], e
     assert ran.code == 1 and "NOT each sample exactly once" in ran.out and "from ranks [1]" in ran.out
     trained.files.events(0).write_text('{"kind": "instant", "name": "trained"}\n')
     assert "not those of a run" in evenstep("audit", str(trained.files.folder)).complaint()
+
+
+# Steps that were left out
+
+
+def leave_out(trained: Trained, chosen: Collection[Place], ranks: Collection[int]) -> None:
+    """As if these ranks had noted that the updates of these steps were left out."""
+    for rank, path in trained.files.all_events().items():
+        lines, world = [], 0
+        for event in map(json.loads, path.read_text().splitlines()):
+            world = event.get("world", world)
+            if event["name"] == "trained" and rank in ranks:
+                first, epoch, kept = event["step"], event["epoch"], Digest(*event["digest"])
+                event["left_out"] = [s for s in range(first, first + event["steps"]) if (epoch, s) in chosen]
+                parts = (trained.digest(epoch, step, 1, rank, world) for step in event["left_out"])
+                left_out = functools.reduce(Digest.plus, parts, Digest())
+                event |= {"digest": kept.minus(left_out), "left_out_digest": left_out}
+            lines.append(json.dumps(event) + "\n")
+        path.write_text("".join(lines))
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=60)
+def test_steps_that_were_left_out_are_counted_apart(folders: Callable[[], RunFiles], data: st.DataObject) -> None:
+    """Through any restarts, and the proof holds for them as well."""
+    trained, place = make_training(data, folders(), whole=True)
+    trained.ended("finished", steps=trained.number(place))
+    plan = trained.plan
+    places = [(epoch, step) for epoch in range(trained.epochs) for step in range(plan.steps(epoch))]
+    chosen = data.draw(st.sets(st.sampled_from(places)))
+    leave_out(trained, chosen, range(4))
+    found = audit(trained.files)
+    assert found.sound, found
+    for epoch in found.epochs:
+        left_out = sum(plan.samples(each, step, step + 1) for each, step in chosen if each == epoch.epoch)
+        assert (epoch.left_out, epoch.once, epoch.lost) == (left_out, plan.size - left_out, 0)
+    shutil.rmtree(trained.files.folder)
+
+
+def test_ranks_that_do_not_agree_on_what_was_left_out_are_found(folders: Callable[[], RunFiles]) -> None:
+    for ranks, sound in (([0, 1], True), ([0], False), ([1], False)):
+        trained = Trained(folders(), Plan(size=40, global_batch=8), epochs=1)
+        trained.session(2, [1, 4], None)
+        trained.ended("finished", steps=5)
+        leave_out(trained, [(0, 3)], ranks)
+        assert audit(trained.files).sound is sound
+
+
+@pytest.mark.parametrize("claimed", [[1], [4], [1, 1], [-1]])
+def test_what_was_not_left_out_cannot_be_said_to_be(folders: Callable[[], RunFiles], claimed: list[int]) -> None:
+    """A step that was trained on, or one that lies elsewhere."""
+    trained = Trained(folders(), Plan(size=40, global_batch=8), epochs=1)
+    trained.session(1, [3, 2], None)
+    trained.ended("finished", steps=5)
+    path = trained.files.events(0)
+    lines = path.read_text().replace('"steps": 3, ', f'"steps": 3, "left_out": {claimed}, ')
+    path.write_text(lines)
+    assert not audit(trained.files).sound

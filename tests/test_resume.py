@@ -15,7 +15,7 @@ from evenstep import api
 from evenstep.api import Result
 from evenstep.errors import UserError
 from evenstep.files import RunFiles
-from evenstep.launch.local import RankFailed
+from evenstep.launch.blame import RankFailed
 from evenstep.records.audit import audit
 from evenstep.records.events import read_events
 from evenstep.snapshots.shelf import name_of

@@ -278,6 +278,33 @@ def fp16_skips_a_step_on_all_ranks(name: str, place: World, folder: Path) -> Non
     assert scales == pytest.approx([SCALE / place.size / 2] * place.size)
 
 
+def a_step_that_is_not_finite_is_left_out_on_all_ranks(name: str, place: World, folder: Path) -> None:
+    """Weights, buffers and the optimizer's state are as if it had never been; all know whose losses it was."""
+    del folder
+    last = place.rank == place.size - 1
+    good = {"x": samples(3).float(), "y": samples(3)[:, 0].float()}
+    bad = {**good, "y": good["y"] * (float("inf") if last else 1.0)}
+    found = {}
+    for spoilt in ("losses", "gradients"):
+        strategy, stepper = stepping(name, place, precision="fp32", norm=True, skips=True)
+        stepper.take(one_step(good, place), 0)
+        before, state = whole(strategy), copy.deepcopy(stepper.optimizer.state_dict()["state"])
+        if spoilt == "gradients":
+            next(strategy.model.parameters()).register_hook(lambda gradient: gradient * float("nan"))
+        losses = stepper.take(one_step(bad if spoilt == "losses" else good, place), 1)
+        kept = [parameter.grad for parameter in strategy.model.parameters()]
+        found[spoilt] = (before, whole(strategy), state, stepper, losses, kept)
+    for spoilt, (before, after, state, stepper, losses, kept) in found.items():
+        same(after, before, rtol=0.0, atol=0.0)
+        same(stepper.optimizer.state_dict()["state"], state, rtol=0.0, atol=0.0)
+        assert losses.isnan() and kept == [None] * len(kept)
+        assert stepper.guard.left_out == [[place.size - 1] if spoilt == "losses" else []]
+
+
+def one_step(batch: dict[str, Tensor], place: World) -> Step:
+    return Step(iter([Micro(batch, np.arange(3), True)]), 1, 3 * place.size, Digest())
+
+
 def tied_weights_stay_tied(name: str, place: World, folder: Path) -> None:
     del folder
     strategy = strategy_of(name, made(), place)
@@ -300,18 +327,29 @@ CHECKS: dict[str, Callable[[str, World, Path], None]] = {
         an_optimizer_takes_the_same_steps,
         half_precision_is_close,
         fp16_skips_a_step_on_all_ranks,
+        a_step_that_is_not_finite_is_left_out_on_all_ranks,
         tied_weights_stay_tied,
     )
 }
 
 
-def stepping(name: str, place: World, precision: str, optimizer: str = "adam", clip: float | None = None) -> Any:
+def stepping(
+    name: str,
+    place: World,
+    precision: str,
+    optimizer: str = "adam",
+    clip: float | None = None,
+    norm: bool = False,
+    skips: bool = False,
+) -> Any:
     torch.manual_seed(0)
-    model = Tiny().model().to(stored(precision))
+    model = Tiny(norm=norm).model().to(stored(precision))
     strategy = strategy_of(name, model, place, gathered=HALF.get(precision))
     settings = Optimizing(optimizer=optimizer, lr=0.02, weight_decay=0.1, momentum=0.9)
     made = make_optimizer(model, settings, CPU)
-    return strategy, Stepper(Tiny(), strategy, made, precision=precision, clip=clip, lr_factor=lambda _: 1.0)
+    return strategy, Stepper(
+        Tiny(), strategy, made, precision=precision, clip=clip, lr_factor=lambda _: 1.0, skips=skips
+    )
 
 
 def taken(name: str, place: World, precision: str = "fp64", **options: Any) -> list[float]:

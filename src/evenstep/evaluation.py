@@ -15,7 +15,7 @@ from evenstep.precision import computing
 from evenstep.progress import Values
 from evenstep.strategies.strategy import Strategy
 from evenstep.tasks.task import Task
-from evenstep.watch.pulse import EVALUATE, METRICS, Pulse
+from evenstep.watch.pulse import EVALUATE, FIRST, METRICS, Pulse
 
 
 class Interrupted(Exception):
@@ -32,7 +32,7 @@ def evaluate(
 ) -> Values:
     """The loss and the task's metrics over the data, the same on every rank."""
     pulse = pulse or Pulse()
-    pulse.piece, pulse.phase = 0, EVALUATE
+    pulse.piece, pulse.phase = 0, EVALUATE if pulse.evaluated else FIRST
     strategy.settle()
     measured = _Measured(task, strategy.device)
     idle = _Measured(task, strategy.device)  # takes what a rank without samples computes to keep step
@@ -43,8 +43,10 @@ def evaluate(
                 strategy.count(micro.counts)
                 (measured if micro.counts else idle).take(task, _OnePass(strategy.called), micro)
                 pulse.piece += 1
+                pulse.phase = EVALUATE
             if stops.wished():
                 raise Interrupted
+    pulse.evaluated += 1
     pulse.phase = METRICS
     return exact.merged({"loss": measured.loss, **measured.metrics}, strategy.world)
 

@@ -44,7 +44,7 @@ def in_step(error: Exception, batches: Batches, epoch: int, step: int) -> Except
         return error
     own = computed_on(batches, epoch, step, batches.rank)
     where = f"{words.step(epoch, step)}, on {words.samples(own)}" if own else words.step(epoch, step)
-    return OutOfMemory(f"in {where}: {error or 'no memory is left'}")
+    return OutOfMemory(f"in {where}: {str(error) or 'no memory is left'}")
 
 
 def loss_not_finite(batches: Batches, epoch: int, step: int, *, own: bool) -> UserError:
@@ -67,7 +67,8 @@ def weights_not_finite(epoch: int, step: int) -> UserError:
 def _met(batches: Batches, epoch: int, step: int, rank: int, seen: _Seen) -> str:
     own = computed_on(batches, epoch, step, rank)
     which = f" in {words.samples(own)}" if own else ""
-    odd = f", of which {words.samples(seen.odd)} hold what is not finite" if seen.odd else ""
+    hold = "holds" if len(seen.odd) == 1 else "hold"
+    odd = f", of which {words.samples(seen.odd)} {hold} what is not finite" if seen.odd else ""
     return f"rank {rank} ({seen.host}, pid {seen.pid}){which}{odd}"
 
 

@@ -23,6 +23,10 @@ UNGUARDED = (
     "this script is being read by another process to find the task in it, and would start the training again: "
     'put evenstep.train(...) under  if __name__ == "__main__":'
 )
+HINTS = {
+    signal.SIGKILL: "; was it the kernel, for want of memory? dmesg says so",
+    signal.SIGABRT: "; torch does so where ranks meet in exchanges that differ: has one of them left one out?",
+}
 READ_AGAIN = 78  # the exit code of such a process: a configuration error, as sysexits.h has it
 
 
@@ -113,6 +117,5 @@ def _how_it_ended(code: int) -> str:
         return UNGUARDED
     if code >= 0:
         return f"left with exit code {code}"
-    name = signal.Signals(-code).name
-    hint = "; was it the kernel, for want of memory? dmesg says so" if name == "SIGKILL" else ""
-    return f"was killed by {name}{hint}"
+    number = signal.Signals(-code)
+    return f"was killed by {number.name}{HINTS.get(number, '')}"

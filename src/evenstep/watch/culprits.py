@@ -48,7 +48,7 @@ class Helper:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Testimony:
+class Statement:
     """What is known of a rank."""
 
     rank: int
@@ -92,15 +92,9 @@ class Testimony:
         return any(place in frame.file for frame in self.stack for place in places)
 
     @property
-    def place(self) -> tuple[int, ...]:
-        """Grows as it goes through its training."""
-        epoch, step, piece, phase = self.where
-        return (epoch, step, piece, phase)
-
-    @property
     def progress(self) -> tuple[int, ...]:
-        """The ranks that lag behind have the least."""
-        return (_begun(self), *self.place)
+        """Grows as it goes through its training: the ranks that lag behind have the least."""
+        return (_begun(self), *self.where)
 
     @property
     def line(self) -> Frame | None:
@@ -116,35 +110,37 @@ class Finding(NamedTuple):
     """They have left out the exchange in which the rest waits."""
 
 
-def judge(testimonies: Sequence[Testimony]) -> Finding | None:
+def judge(statements: Sequence[Statement]) -> Finding | None:
     """Who is to blame; None where it is too early to say, as those that the rest waits for may take their time."""
-    ended = [told for told in testimonies if told.condition is Condition.DONE]
-    going = [told for told in testimonies if told.condition is not Condition.DONE]
+    ended = [told for told in statements if told.condition is Condition.DONE]
+    going = [told for told in statements if told.condition is not Condition.DONE]
     if any(told.waits or _begun(told) > _begun(left) for told in going for left in ended):
         return Finding(tuple(left.rank for left in ended))
     for bad in (Condition.GONE, Condition.STOPPED, Condition.SILENT):
         found = [told for told in going if told.condition is bad and not told.waits]
         if found:
             return _unless_excused(found)
+    if not going:
+        return None
     busy = [told for told in going if not told.waits]
     if not busy or len({(told.progress, told.line) for told in going}) == 1 < len(going):
         return _odd_ones(going)
     least = min(told.progress for told in busy)
     behind = [told for told in busy if told.progress == least]
-    waiting = [told.place for told in going if told.waits]
-    return _unless_excused(behind, apart=bool(waiting) and max(waiting) < behind[0].place)
+    waiting = [told.progress for told in going if told.waits]
+    return _unless_excused(behind, apart=bool(waiting) and max(waiting) < least)
 
 
-def _begun(told: Testimony) -> int:
+def _begun(told: Statement) -> int:
     return told.exchanges or 0
 
 
-def _unless_excused(found: Sequence[Testimony], *, apart: bool = False) -> Finding | None:
+def _unless_excused(found: Sequence[Statement], *, apart: bool = False) -> Finding | None:
     stuck = [told.rank for told in found if told.condition is Condition.GONE or not told.excused]
     return Finding(tuple(stuck), apart) if stuck else None
 
 
-def _odd_ones(alike: Sequence[Testimony]) -> Finding | None:
+def _odd_ones(alike: Sequence[Statement]) -> Finding | None:
     """All wait in exchanges. If not in the same one, some have left one out: the fewer, or those further on."""
     if any(told.excused for told in alike):
         return None

@@ -27,14 +27,20 @@ def end(verdict: Verdict, place: World) -> None:
             _kill(told)
     if own.victim and place.reports is None:
         time.sleep(VICTIMS_STAY)
-    flushing = threading.Thread(target=_flush, daemon=True)
-    flushing.start()
-    flushing.join(ALL_KNOW)  # no longer: the main thread may be stuck in a print of its own
+    say("")
     os._exit(FAILED)
 
 
-def _flush() -> None:
+def say(text: str) -> None:
+    """To whoever watches, but not for long: the main thread may be stuck in a print of its own."""
+    saying = threading.Thread(target=_say, args=(text,), daemon=True)
+    saying.start()
+    saying.join(ALL_KNOW)
+
+
+def _say(text: str) -> None:
     sys.stdout.flush()
+    sys.stderr.write(text)
     sys.stderr.flush()
 
 
@@ -69,7 +75,10 @@ def _tell_torchrun(own: Accused) -> None:
     """Its summary names the rank whose error it is told first."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    get_error_handler().record_exception(Stuck(own.sentence))
+    try:
+        raise Stuck(own.sentence)  # it keeps the traceback of what is being handled
+    except Stuck as error:
+        get_error_handler().record_exception(error)
 
 
 class Stuck(Exception):

@@ -1,13 +1,13 @@
 """How long a rank may stay at one place before something must be wrong."""
 
-from evenstep.watch.pulse import EVALUATE, METRICS, OF_A_STEP, SNAPSHOT, START, WEIGHTS, Pulse, Where
+from evenstep.watch.pulse import FIRST, METRICS, OF_A_STEP, SNAPSHOT, START, WEIGHTS, Pulse, Where
 
 TIMES = 10  # the usual step
 LEAST = 30.0  # seconds
 LONG = 600.0  # seconds for what nobody can foresee: reading data for the first time, compiling, a slow disk
 MEMORY = 0.1  # of the latest steps in what is usual
 
-UNFORESEEN = (START, SNAPSHOT, METRICS, WEIGHTS)
+UNFORESEEN = (START, SNAPSHOT, FIRST, METRICS, WEIGHTS)
 LONGEST_TICK = 2.0  # seconds; a thread that was away for longer was stopped, and so was its whole process
 
 
@@ -31,8 +31,7 @@ class Patience:
 
     def at(self, where: Where) -> float:
         """Seconds for which a rank may stay there."""
-        first_batch = where.phase == EVALUATE and where.piece == 0
-        if where.phase in UNFORESEEN or first_batch or not self._steps:
+        if where.phase in UNFORESEEN or not self._steps:
             return self._long
         if self._given is not None:
             return self._given

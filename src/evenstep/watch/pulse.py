@@ -20,12 +20,13 @@ PHASES = (
     "update",
     "comparing notes",
     "snapshot",
+    "first evaluation",
     "evaluate",
     "metrics",
     "keeping weights",
 )
 """In the order in which a rank comes through them."""
-START, DATA, FORWARD, BACKWARD, UPDATE, NOTES, SNAPSHOT, EVALUATE, METRICS, WEIGHTS = range(len(PHASES))
+START, DATA, FORWARD, BACKWARD, UPDATE, NOTES, SNAPSHOT, FIRST, EVALUATE, METRICS, WEIGHTS = range(len(PHASES))
 OF_A_STEP = (DATA, FORWARD, BACKWARD, UPDATE, NOTES)
 
 
@@ -45,7 +46,7 @@ class Where(NamedTuple):
         phase = PHASES[self.phase]
         if self.phase == START:
             return phase
-        if self.phase in (EVALUATE, METRICS, WEIGHTS):
+        if self.phase in (FIRST, EVALUATE, METRICS, WEIGHTS):
             return f"{phase} after epoch {self.epoch + 1}"
         return f"{phase} of {words.step(self.epoch, self.step)}"
 
@@ -55,12 +56,14 @@ class Pulse(ctypes.Structure):
 
     taken: int
     """Steps, by this process."""
+    evaluated: int
+    """Passes over other data."""
     epoch: int
     step: int
     piece: int
     phase: int
 
-    _fields_ = [(name, ctypes.c_int64) for name in ("taken", "epoch", "step", "piece", "phase")]
+    _fields_ = [(name, ctypes.c_int64) for name in ("taken", "evaluated", "epoch", "step", "piece", "phase")]
 
     def where(self) -> Where:
         """The place as it is now."""

@@ -24,9 +24,9 @@ ANSWERS_WITHIN = 0.3  # seconds; it is the kernel and a few lines of C that answ
 LOOK = 0.01
 OURS = str(Path(__file__).parent.parent)
 LIBRARIES = (str(Path(os.__file__).parent), "site-packages", "dist-packages", "<frozen", "<string>")
-BEGINNING = str(Path(OURS) / "training.py")
 TORCH = f"{os.sep}torch{os.sep}"
 COLLECTIVES = f"{TORCH}distributed{os.sep}"
+BEGINNINGS = (f"{OURS}{os.sep}training.py", f"{TORCH}utils{os.sep}data{os.sep}_utils{os.sep}worker.py")
 
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
 _LINE = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
@@ -72,7 +72,7 @@ def as_text(stack: Sequence[Frame]) -> str:
 
 def from_the_loop_on(stack: Stack) -> Stack:
     """Without what is the same in every training: how its process was started."""
-    begins = [number for number, frame in enumerate(stack) if frame.file == BEGINNING]
+    begins = [number for number, frame in enumerate(stack) if frame.file.endswith(BEGINNINGS)]
     return stack[begins[-1] + 1 :] if begins else stack
 
 

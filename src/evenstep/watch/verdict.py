@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from evenstep.watch import words
-from evenstep.watch.culprits import Condition, Finding, Helper, Testimony
+from evenstep.watch.culprits import Condition, Finding, Helper, Statement
 from evenstep.watch.pulse import Where
 from evenstep.watch.stacks import Frame, Stack, as_text, from_the_loop_on
 
@@ -57,8 +57,8 @@ def verdict_of(note: Mapping[str, Any]) -> Verdict:
     return Verdict(ranks=tuple(Accused(**told) for told in note["ranks"]))
 
 
-def testimony_of(note: Mapping[str, Any]) -> Testimony:
-    """A testimony from the board."""
+def statement_of(note: Mapping[str, Any]) -> Statement:
+    """A statement from the board."""
     helpers = tuple(Helper(**{**helper, "stack": _stack(helper["stack"])}) for helper in note["helpers"])
     taken = {
         "condition": Condition(note["condition"]),
@@ -66,7 +66,7 @@ def testimony_of(note: Mapping[str, Any]) -> Testimony:
         "stack": _stack(note["stack"]),
         "helpers": helpers,
     }
-    return Testimony(**{**note, **taken})
+    return Statement(**{**note, **taken})
 
 
 def _stack(note: Iterable[Sequence[Any]]) -> Stack:
@@ -76,10 +76,10 @@ def _stack(note: Iterable[Sequence[Any]]) -> Stack:
 # In words
 
 
-def pronounce(testimonies: Sequence[Testimony], finding: Finding) -> Verdict:
+def pronounce(statements: Sequence[Statement], finding: Finding) -> Verdict:
     """What is said of each rank."""
-    named = [told for told in testimonies if told.rank in finding.culprits]
-    rest = [told for told in testimonies if told.rank not in finding.culprits]
+    named = [told for told in statements if told.rank in finding.culprits]
+    rest = [told for told in statements if told.rank not in finding.culprits]
     return Verdict(
         ranks=tuple(
             Accused(
@@ -92,12 +92,12 @@ def pronounce(testimonies: Sequence[Testimony], finding: Finding) -> Verdict:
                 what=_what(told, rest, apart=finding.apart) if told in named else _victim(told, named),
                 trace=_trace(told),
             )
-            for told in testimonies
+            for told in statements
         )
     )
 
 
-def _what(told: Testimony, rest: Sequence[Testimony], *, apart: bool) -> str:
+def _what(told: Statement, rest: Sequence[Statement], *, apart: bool) -> str:
     at = f", at {told.line.in_words}" if told.line else ""
     seen = f"last seen in {told.where.in_words}"
     match told.condition:
@@ -122,7 +122,7 @@ def _what(told: Testimony, rest: Sequence[Testimony], *, apart: bool) -> str:
     return f"is stuck in {told.where.in_words}{_helpers(told) or at}{_waiting(rest)}"
 
 
-def _victim(told: Testimony, named: Sequence[Testimony]) -> str:
+def _victim(told: Statement, named: Sequence[Statement]) -> str:
     if named:
         return f"waits for {_ranks(named)} in {told.where.in_words}"
     at = f", at {told.line.in_words}" if told.line else ""
@@ -131,19 +131,19 @@ def _victim(told: Testimony, named: Sequence[Testimony]) -> str:
     )
 
 
-def _waiting(rest: Sequence[Testimony]) -> str:
+def _waiting(rest: Sequence[Statement]) -> str:
     return f"; {_ranks(rest)} wait{_s(rest)} for it" if rest else ""
 
 
-def _s(ranks: Sequence[Testimony]) -> str:
+def _s(ranks: Sequence[Statement]) -> str:
     return "s" if len(ranks) == 1 else ""
 
 
-def _ranks(told: Sequence[Testimony]) -> str:
+def _ranks(told: Sequence[Statement]) -> str:
     return words.ranks([one.rank for one in told])
 
 
-def _helpers(told: Testimony) -> str:
+def _helpers(told: Statement) -> str:
     """Which of the processes that read data for a rank is to blame."""
     for helper in told.helpers:
         if helper.stopped:
@@ -153,7 +153,7 @@ def _helpers(told: Testimony) -> str:
     return ""
 
 
-def _trace(told: Testimony) -> str:
+def _trace(told: Statement) -> str:
     stacks = [(f"rank {told.rank}", told.stack)]
     stacks += [(f"its data loading process {helper.pid}", helper.stack) for helper in told.helpers]
     return "".join(

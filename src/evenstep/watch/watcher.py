@@ -6,9 +6,8 @@ answer, and judges. The verdict hangs on the board; every rank reads it and ends
 """
 
 import contextlib
+import faulthandler
 import itertools
-import os
-import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -17,14 +16,15 @@ from typing import Any
 from evenstep.failure import lost_peer
 from evenstep.watch import pulse, stacks
 from evenstep.watch.board import Board, Gone
-from evenstep.watch.culprits import Condition, Testimony, judge
-from evenstep.watch.ending import end
+from evenstep.watch.culprits import Condition, Statement, judge
+from evenstep.watch.ending import end, say
 from evenstep.watch.patience import Patience, Stillness
 from evenstep.watch.pulse import Pulse, Where
-from evenstep.watch.verdict import Verdict, pronounce, testimony_of, verdict_of
+from evenstep.watch.verdict import Verdict, pronounce, statement_of, verdict_of
 from evenstep.watch.witness import Witness
 from evenstep.world import World
 
+STDERR = 2
 # all in seconds
 TICK = 0.5  # between two notes
 BRISK = 0.1  # between two, once half of the patience is gone
@@ -84,6 +84,8 @@ class Watch:
         """Until now."""
         self._closing.set()
         self._thread.join(SILENT)  # no longer: whoever keeps the board may be gone
+        if self.place.size == 1:
+            faulthandler.cancel_dump_traceback_later()
 
     def say_done(self) -> None:
         """Tell those that have not come to their end that this rank has."""
@@ -109,6 +111,8 @@ class Watch:
         with contextlib.suppress(Gone):  # then the end has come anyway
             while not self._closing.wait(self._tick()):
                 self._stillness.look(time.monotonic())
+                if self.place.size == 1:  # nobody else can look after it when it keeps the interpreter to itself
+                    faulthandler.dump_traceback_later(max(self._stillness.left, 0.0) + SILENT, file=STDERR)
                 self._sign()
                 if self._stillness.left <= 0:
                     self._post("still", True)
@@ -146,15 +150,15 @@ class Watch:
         self._asked += 1
         self._sign()
         question = f"{self.place.rank}/{self._asked}"
-        testimonies = self._testimonies(question)
-        finding = judge(testimonies)
+        statements = self._statements(question)
+        finding = judge(statements)
         if finding is None:
             self._asks_again = time.monotonic() + AGAIN
             self._post(f"over/{question}", True)
         else:
-            self._announce(pronounce(testimonies, finding))
+            self._announce(pronounce(statements, finding))
 
-    def _testimonies(self, question: str) -> list[Testimony]:
+    def _statements(self, question: str) -> list[Statement]:
         """What is known of each rank."""
         others = [rank for rank in range(self.place.size) if rank != self.place.rank]
         told = self._answers(question, others, ANSWER)
@@ -168,24 +172,24 @@ class Watch:
         told[self.place.rank] = self._witness.own()
         return [told[rank] for rank in sorted(told)]
 
-    def _answers(self, question: str, ranks: Iterable[int], patience: float) -> dict[int, Testimony]:
+    def _answers(self, question: str, ranks: Iterable[int], patience: float) -> dict[int, Statement]:
         """What hangs on the board by then."""
         deadline = time.monotonic() + patience
-        found: dict[int, Testimony] = {}
+        found: dict[int, Statement] = {}
         left = set(ranks)
         while left and time.monotonic() < deadline and not self._closing.wait(SOON):
-            found |= {r: testimony_of(note) for r in left if (note := self._read(f"told/{question}/{r}"))}
+            found |= {r: statement_of(note) for r in left if (note := self._read(f"told/{question}/{r}"))}
             left -= found.keys()
         return found
 
     def _announce(self, verdict: Verdict) -> None:
         if not self.place.launched:  # nobody would start this process again, and a person may see to it
             self._said = self._stillness.where
-            _say(verdict)
+            say(verdict.text)
             return
         verdict = verdict_of(self._board.first(f"{self._name}/verdict", verdict.as_note()))
         if self.place.reports is None:  # else whoever started the ranks says it
-            _say(verdict)
+            say(verdict.text)
         end(verdict, self.place)
 
     # Of the others
@@ -207,13 +211,13 @@ class Watch:
                 self._look_after(question, rank)
 
     def _look_after(self, question: str, rank: int) -> None:
-        """Testify for a rank that does not answer, if it is on this host, and nobody else there does."""
+        """Speak for a rank that does not answer, if it is on this host, and nobody else there does."""
         note = self._read(f"rank/{rank}")
         here = note is not None and note["sign"]["host"] == self.place.host
         if here and self._board.first(f"{self._name}/looks/{question}/{rank}", self.place.rank) == self.place.rank:
             self._tell(question, self._witness.of(rank, note))
 
-    def _tell(self, question: str, told: Testimony) -> None:
+    def _tell(self, question: str, told: Statement) -> None:
         self._post(f"told/{question}/{told.rank}", told.as_note())
 
     def _post(self, name: str, note: Any) -> None:
@@ -221,7 +225,3 @@ class Watch:
 
     def _read(self, name: str) -> Any:
         return self._board.read(f"{self._name}/{name}")
-
-
-def _say(verdict: Verdict) -> None:
-    os.write(sys.stderr.fileno(), verdict.text.encode())  # the main thread may be stuck with sys.stderr's lock

@@ -11,7 +11,7 @@ import psutil
 import torch.distributed as dist
 
 from evenstep.watch import pulse, stacks
-from evenstep.watch.culprits import Condition, Helper, Testimony
+from evenstep.watch.culprits import Condition, Helper, Statement
 from evenstep.watch.patience import Stillness
 from evenstep.watch.pulse import Where
 from evenstep.watch.stacks import TORCH
@@ -42,12 +42,12 @@ class Witness:
         """What a rank says of itself as long as it lives."""
         return {**self._who, "thread": self._trains, **self._place(), "exchanges": _exchanges()}
 
-    def own(self) -> Testimony:
+    def own(self) -> Statement:
         """All about this rank."""
         known = self.sign()
         stack = stacks.of_thread(known.pop("thread"))
         reads = any(frame.file.endswith(LOADER) for frame in stack)
-        return Testimony(
+        return Statement(
             rank=self.place.rank,
             condition=Condition.ANSWERS,
             stack=stack,
@@ -55,7 +55,7 @@ class Witness:
             **known,
         )
 
-    def of(self, rank: int, note: Mapping[str, Any] | None) -> Testimony:
+    def of(self, rank: int, note: Mapping[str, Any] | None) -> Statement:
         """What another rank's last note says, and what is to be seen of it, if it is on this host."""
         known = {**NOBODY, **self._place(), **(note["sign"] if note else {})}
         where, thread = Where(*known["where"]), known.pop("thread")
@@ -71,7 +71,7 @@ class Witness:
             "still": max(known["still"], self.stillness.still),  # the ranks move together
             "patience": self.stillness.patience.at(where),
         }
-        return Testimony(rank=rank, condition=condition, stack=stack, **{**known, **seen})
+        return Statement(rank=rank, condition=condition, stack=stack, **{**known, **seen})
 
     def _place(self) -> dict[str, Any]:
         still = self.stillness

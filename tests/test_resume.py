@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from evenstep import api
 from evenstep.api import Result
 from evenstep.errors import UserError
-from evenstep.files import RunFiles
+from evenstep.files import RunFiles, locked
 from evenstep.launch.blame import RankFailed
 from evenstep.records.audit import audit
 from evenstep.records.events import read_events
@@ -71,9 +71,9 @@ def resumed_at(result: Result) -> list[int]:
 
 
 def each_sample_once(result: Result) -> None:
-    for epoch in audit(RunFiles(result.folder)):
-        assert epoch.sound, epoch
-        assert epoch.steps == epoch.of
+    found = audit(RunFiles(result.folder))
+    assert found.sound, found
+    assert all(epoch.steps == epoch.of for epoch in found.epochs)
 
 
 def compare(found: Result, undisturbed: Result, close: float = 0.0) -> None:
@@ -118,7 +118,7 @@ def test_what_came_after_the_snapshot_is_done_again(undisturbed: Result, tmp_pat
     assert resumed_at(result) == [10, 10]
     compare(result, undisturbed)
     # the last steps of all, which nobody had noted yet, are not known to have been taken
-    assert sum(epoch.undone for epoch in audit(RunFiles(result.folder))) > 0
+    assert sum(epoch.undone for epoch in audit(RunFiles(result.folder)).epochs) > 0
 
 
 DROPS = {"dropout": 0.3}
@@ -175,7 +175,7 @@ def test_the_global_batch_stays_and_accumulation_makes_up_for_it(tmp_path: Path)
     result = train(tmp_path, [Try(4, 4, "ddp"), Try(None, 2, "ddp")], snapshot_every=1, **options)
     assert result.record["plan"]["global_batch"] == 12
     assert result.record["plan"]["workers"] == 4
-    for epoch in audit(RunFiles(result.folder)):
+    for epoch in audit(RunFiles(result.folder)).epochs:
         assert epoch.sound and epoch.steps == epoch.of
 
 
@@ -278,7 +278,7 @@ def test_a_run_that_has_finished_or_still_runs_does_not_go_on(undisturbed: Resul
     copy = shutil.copytree(undisturbed.folder, tmp_path / "copy")
     told = json.loads((copy / "record.json").read_text())
     (copy / "record.json").write_text(json.dumps({**told, "state": "running"}))
-    with pytest.raises(UserError, match="is running"):
+    with locked(RunFiles(copy)), pytest.raises(UserError, match="is running"):
         api.resume(copy)
 
 

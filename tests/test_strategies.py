@@ -301,6 +301,18 @@ def a_step_that_is_not_finite_is_left_out_on_all_ranks(name: str, place: World, 
         assert stepper.guard.left_out == [[place.size - 1] if spoilt == "losses" else []]
 
 
+def what_is_not_finite_is_seen_by_all(name: str, place: World, folder: Path) -> None:
+    """In what training changes, on whichever rank it is; a mask of a model's author may be infinite."""
+    del folder
+    model = Tiny(norm=True).model()
+    model.register_buffer("mask", torch.full((3,), float("-inf")))
+    strategy = strategy_of(name, model, place)
+    assert strategy.finite()
+    if place.rank == place.size - 1:
+        next(part for part in model.modules() if isinstance(part, nn.BatchNorm1d)).running_var[0] = float("inf")
+    assert not strategy.finite()
+
+
 class Steep(Tiny):
     """Its losses are finite, their gradients are not."""
 
@@ -336,6 +348,7 @@ CHECKS: dict[str, Callable[[str, World, Path], None]] = {
         half_precision_is_close,
         fp16_skips_a_step_on_all_ranks,
         a_step_that_is_not_finite_is_left_out_on_all_ranks,
+        what_is_not_finite_is_seen_by_all,
         tied_weights_stay_tied,
     )
 }

@@ -290,7 +290,7 @@ def a_step_that_is_not_finite_is_left_out_on_all_ranks(name: str, place: World, 
         stepper.take(one_step(good, place), 0)
         before, state = whole(strategy), copy.deepcopy(stepper.optimizer.state_dict()["state"])
         if spoilt == "gradients":
-            next(strategy.model.parameters()).register_hook(lambda gradient: gradient * float("nan"))
+            stepper.task = Steep(norm=True)
         losses = stepper.take(one_step(bad if spoilt == "losses" else good, place), 1)
         kept = [parameter.grad for parameter in strategy.model.parameters()]
         found[spoilt] = (before, whole(strategy), state, stepper, losses, kept)
@@ -299,6 +299,26 @@ def a_step_that_is_not_finite_is_left_out_on_all_ranks(name: str, place: World, 
         same(stepper.optimizer.state_dict()["state"], state, rtol=0.0, atol=0.0)
         assert losses.isnan() and kept == [None] * len(kept)
         assert stepper.guard.left_out == [[place.size - 1] if spoilt == "losses" else []]
+
+
+def what_is_not_finite_is_seen_by_all(name: str, place: World, folder: Path) -> None:
+    """In what training changes, on whichever rank it is; a mask of a model's author may be infinite."""
+    del folder
+    model = Tiny(norm=True).model()
+    model.register_buffer("mask", torch.full((3,), float("-inf")))
+    strategy = strategy_of(name, model, place)
+    assert strategy.finite()
+    if place.rank == place.size - 1:
+        next(part for part in model.modules() if isinstance(part, nn.BatchNorm1d)).running_var[0] = float("inf")
+    assert not strategy.finite()
+
+
+class Steep(Tiny):
+    """Its losses are finite, their gradients are not."""
+
+    def losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        losses = super().losses(model, batch)
+        return losses + (losses * 0.0).sqrt()
 
 
 def one_step(batch: dict[str, Tensor], place: World) -> Step:
@@ -328,6 +348,7 @@ CHECKS: dict[str, Callable[[str, World, Path], None]] = {
         half_precision_is_close,
         fp16_skips_a_step_on_all_ranks,
         a_step_that_is_not_finite_is_left_out_on_all_ranks,
+        what_is_not_finite_is_seen_by_all,
         tied_weights_stay_tied,
     )
 }

@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import hashlib
 import inspect
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ OURS = Path(__file__).parent.parent
 LOOKED_AT = 4  # samples of the data, besides the first and the last
 HEX = 12  # digits of a hash that are kept
 LIBRARIES = ("site-packages", "dist-packages")
-PACKAGES = ("torch", "torchmetrics", "numpy")
+PACKAGES = ("torch", "torchmetrics", "torchvision", "timm", "numpy")
 # each machine's own affair
 OWN = ("data", "runs", "workers", "device", "note", "spot", "log_every", "procs", "nodes")
 
@@ -47,21 +48,26 @@ def code(task: Task) -> Fingerprint:
     found = {f"file evenstep/{path.relative_to(OURS)}": path for path in sorted(OURS.rglob("*.py"))}
     own = inspect.getsourcefile(type(task))
     if own is not None and OURS not in Path(own).parents:
-        beside = Path(own).resolve().parent
+        beside = Path(own).parent
         found |= {f"file {path.relative_to(beside)}": path for path in _imported_from(beside)}
     return {name: _hash(path.read_bytes()) for name, path in found.items()}
 
 
 def _imported_from(folder: Path) -> list[Path]:
     """The files of modules in a folder and below it, but for what was installed there."""
-    found = set()
-    for module in tuple(sys.modules.values()):
-        file = getattr(module, "__dict__", {}).get("__file__")  # not an attribute: some load when asked
-        if isinstance(file, str) and file.endswith(".py"):
-            path = Path(file).resolve()
-            if folder in path.parents and not any(part in LIBRARIES for part in path.parts):
-                found.add(path)
-    return sorted(found)
+    installed = tuple(prefix for prefix in (sys.prefix, sys.base_prefix) if not str(folder).startswith(prefix))
+    start = f"{folder}{os.sep}"
+    # not the attribute: some modules load when they are asked for one
+    files = {getattr(module, "__dict__", {}).get("__file__") for module in tuple(sys.modules.values())}
+    return sorted(
+        Path(file)
+        for file in files
+        if isinstance(file, str)
+        and file.startswith(start)
+        and file.endswith(".py")
+        and not file.startswith(installed)
+        and not any(library in file.removeprefix(start) for library in LIBRARIES)
+    )
 
 
 def packages(task: Task) -> Fingerprint:

@@ -172,7 +172,8 @@ def test_nobody_waits_for_a_loader_that_holds_the_last_blocks_itself(served: Ser
     last = next(batches)
     assert list(batches) == [] and sampler.epoch == 0, "there is no more for now, and it does not wait for it"
     sampler.take()
-    done = pb.CommitRequest(session="tail", incarnation=other, lease=1, start=taken.start, stop=taken.stop)
+    part = pb.Part(lease=1, start=taken.start, stop=taken.stop)
+    done = pb.CommitRequest(session="tail", incarnation=other, part=part)
     by_hand.call("Commit", done, pb.CommitReply)
     by_hand.close()
     assert list(sampler) == [] and sampler.over

@@ -157,6 +157,7 @@ PLANS = st.builds(
     world=NUMBER,
     lease_seconds=st.floats(),
 )
+PARTS = st.builds(pb.Part, lease=NUMBER, start=NUMBER, stop=NUMBER)
 REQUESTS = st.one_of(
     st.tuples(st.just("Open"), st.builds(pb.OpenRequest, session=TEXT, plan=PLANS)),
     st.tuples(st.just("List"), st.just(pb.ListRequest())),
@@ -169,12 +170,10 @@ REQUESTS = st.one_of(
     ),
     st.tuples(
         st.just("Take"),
-        st.builds(pb.TakeRequest, session=TEXT, incarnation=NUMBER, lease=NUMBER, epoch=NUMBER, blocks=SMALL),
+        st.builds(pb.TakeRequest, session=TEXT, incarnation=NUMBER, lease=NUMBER, epoch=NUMBER, blocks=SMALL)
+        | st.builds(pb.TakeRequest, session=TEXT, incarnation=NUMBER, lease=NUMBER, blocks=SMALL, commit=PARTS),
     ),
-    st.tuples(
-        st.just("Commit"),
-        st.builds(pb.CommitRequest, session=TEXT, incarnation=NUMBER, lease=NUMBER, start=NUMBER, stop=NUMBER),
-    ),
+    st.tuples(st.just("Commit"), st.builds(pb.CommitRequest, session=TEXT, incarnation=NUMBER, part=PARTS)),
     st.tuples(st.just("Leave"), st.builds(pb.LeaveRequest, session=TEXT, incarnation=NUMBER)),
     st.tuples(
         st.just("Batches"),

@@ -22,6 +22,7 @@ from evenstep.service import wire
 from evenstep.service.connection import Closed, Connection, Over
 from evenstep.service.spec import Spec
 
+NOBODY = 0  # incarnations count from 1
 SOON = 0.002  # seconds, after which to ask again where there was nothing; then twice as many
 MOST_BLOCKS = 4096  # in a lease
 MOST_SAMPLES = 1 << 18  # in a lease of more than one block: what waits here takes 2 MB
@@ -92,15 +93,14 @@ class Feed:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._leases: deque[_Leased] = deque()
-        self._commits: dict[tuple[int, int], tuple[int, int]] = {}  # by incarnation and lease: from where to where
+        self._commits: dict[int, tuple[int, int]] = {}  # by lease: from where to where
         self._handed: deque[Block] = deque()  # to the one who trains, and not committed yet
         self._rewound: deque[Block] = deque()  # to be handed on once more
         self._taken = 0  # leases of this incarnation
         self._ask = 1  # blocks that the next lease may have
         self._dry = False  # whether the server had nothing, when last asked
-        self._took = False  # whether the last message asked for a lease
         self._pause = SOON  # before it is asked again
-        self._ended = False  # whether the epoch is over
+        self._ended = False  # whether the epoch is over; `epoch` says so when the one who trains has come to it
         self._acknowledged = 0.0  # when the server last took a commit, or gave the first lease
         self._doubted = False  # whether that is so long ago that this incarnation may be over
         self._calls = 0  # signs of life of the one who trains
@@ -115,7 +115,7 @@ class Feed:
         """Join the session; what it is."""
         joined = self._join(FIRST_WORDS)
         self.spec = wire.spec_of(joined.plan)
-        self.epoch = joined.epoch
+        self.epoch = self._coming = joined.epoch
         self._thread = threading.Thread(target=self._guarded, name=f"order {self.session}", daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -138,7 +138,10 @@ class Feed:
             while self._doubted or not (self._rewound or self._leases):
                 if self._failed is not None:
                     raise self._failed
-                if self._ended or (self._dry and (self._handed or not wait)):
+                if self._ended:
+                    self.epoch = self._coming
+                    return None
+                if self._dry and (self._handed or not wait):
                     return None
                 self._waiting = True
                 self._changed.notify_all()
@@ -169,9 +172,8 @@ class Feed:
             if block.incarnation != self.incarnation:
                 self._refuse(len(block.indices))
                 return block
-            at = block.incarnation, block.lease
-            start = self._commits.get(at, (block.start, 0))[0]
-            self._commits[at] = (start, block.stop)
+            start = self._commits.get(block.lease, (block.start, 0))[0]
+            self._commits[block.lease] = (start, block.stop)
             self._changed.notify_all()
             return block
 
@@ -183,9 +185,9 @@ class Feed:
             self._handed.clear()
 
     def next_epoch(self) -> None:
-        """Go on with the epoch that the session is in, if the last one is over."""
+        """Go on with the epoch that the session is in, if `next` has come to the end of the last one."""
         with self._changed:
-            if self._ended and not self.over:
+            if self._ended and self.epoch == self._coming and not self.over:
                 self._ended = self._dry = False
                 self._changed.notify_all()
 
@@ -243,17 +245,14 @@ class Feed:
         """What is to be done next; waits until there is something. None when all is done."""
         with self._changed:
             while True:
-                reads = self._calls and not self._ended and len(self._leases) < 2 and not self._closing
-                if self._commits and (self._took or self._dry or not reads):
-                    self._took = False  # in turns, so that neither waits for long
-                    return self._send
-                if self._doubted:
+                if self._doubted and not self._commits:
                     return self._check
+                if self._calls and not self._ended and len(self._leases) < 2 and not self._closing:
+                    return self._take
+                if self._commits:
+                    return self._send
                 if self._closing:
                     return None
-                if reads:
-                    self._took = True
-                    return self._take
                 self._changed.wait()
 
     def _check(self) -> None:
@@ -269,22 +268,25 @@ class Feed:
             self._changed.notify_all()
 
     def _take(self) -> None:
-        """One lease more."""
-        asked = self._ask
+        """One lease more; what waits to be committed goes with the request."""
+        commit = self._first()
         request = pb.TakeRequest(
             session=self.session,
             incarnation=self.incarnation,
             lease=self._taken + 1,
             epoch=self.epoch,
-            blocks=asked,
+            blocks=self._ask,
+            commit=commit,
         )
         reply = self.connection.call("Take", request, pb.TakeReply)
+        if commit is not None:
+            self._acknowledge(commit)
         if reply.HasField("lease"):
             self._hold(reply.lease)
             return
         with self._changed:
             if reply.HasField("ended"):
-                self._ended, self.epoch = True, reply.ended.epoch
+                self._ended, self._coming = True, reply.ended.epoch
             self._dry = True
             self._changed.notify_all()
             if not self._ended and not self._commits and not self._closing:
@@ -308,17 +310,25 @@ class Feed:
 
     def _send(self) -> None:
         """All that was committed of one lease."""
-        with self._changed:
-            (incarnation, number), (start, stop) = next(iter(self._commits.items()))
-        request = pb.CommitRequest(
-            session=self.session, incarnation=incarnation, lease=number, start=start, stop=stop
-        )
+        commit = self._first()
+        assert commit is not None
+        request = pb.CommitRequest(session=self.session, incarnation=self.incarnation, part=commit)
         self.connection.call("Commit", request, pb.CommitReply)
+        self._acknowledge(commit)
+
+    def _first(self) -> pb.Part | None:
+        """What waits to be committed of the first lease of which anything does."""
+        with self._changed:
+            for number, (start, stop) in self._commits.items():
+                return pb.Part(lease=number, start=start, stop=stop)
+        return None
+
+    def _acknowledge(self, commit: pb.Part) -> None:
         with self._changed:
             self._acknowledged = time.monotonic()
-            latest = self._commits.pop((incarnation, number))[1]
-            if latest > stop:
-                self._commits[incarnation, number] = (stop, latest)
+            latest = self._commits.pop(commit.lease)[1]
+            if latest > commit.stop:
+                self._commits[commit.lease] = (commit.stop, latest)
             self._changed.notify_all()
 
     def _again(self) -> None:
@@ -330,6 +340,7 @@ class Feed:
             self._commits.clear()
             self._leases.clear()
             self._rewound.clear()
+            self.incarnation = NOBODY  # whatever is committed from now on is too late
             self._doubted = False
             self._changed.notify_all()
             calls = self._calls
@@ -340,7 +351,7 @@ class Feed:
         joined = self._join()
         with self._changed:
             self._ended = self._ended or joined.epoch > self.epoch
-            self.epoch = max(self.epoch, joined.epoch)
+            self._coming = joined.epoch
             self._changed.notify_all()
 
     def _join(self, patience: float | None = None) -> pb.JoinReply:

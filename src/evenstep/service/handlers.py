@@ -74,6 +74,8 @@ class Handlers:
 
     def _take(self, request: pb.TakeRequest, now: float) -> pb.TakeReply:
         work = self.desk.find(request.session).leases()
+        if request.HasField("commit"):
+            work.commit(request.incarnation, request.commit.lease, request.commit.start, request.commit.stop, now)
         found = work.take(request.incarnation, request.lease, request.epoch, request.blocks, now)
         match found:
             case Lease(number, start, done, stop):
@@ -85,9 +87,8 @@ class Handlers:
                 return pb.TakeReply(ended=pb.Ended(epoch=epoch, all=epoch == work.epochs))
 
     def _commit(self, request: pb.CommitRequest, now: float) -> pb.CommitReply:
-        self.desk.find(request.session).leases().commit(
-            request.incarnation, request.lease, request.start, request.stop, now
-        )
+        work, part = self.desk.find(request.session).leases(), request.part
+        work.commit(request.incarnation, part.lease, part.start, part.stop, now)
         return pb.CommitReply()
 
     def _leave(self, request: pb.LeaveRequest, now: float) -> pb.LeaveReply:

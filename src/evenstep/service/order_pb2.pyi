@@ -127,18 +127,30 @@ class JoinReply(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class TakeRequest(_message.Message):
-    __slots__ = ("session", "incarnation", "lease", "epoch", "blocks")
+    __slots__ = ("session", "incarnation", "lease", "epoch", "blocks", "commit")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
     session: str
     incarnation: int
     lease: int
     epoch: int
     blocks: int
-    def __init__(self, session: _Optional[str] = ..., incarnation: _Optional[int] = ..., lease: _Optional[int] = ..., epoch: _Optional[int] = ..., blocks: _Optional[int] = ...) -> None: ...
+    commit: Part
+    def __init__(self, session: _Optional[str] = ..., incarnation: _Optional[int] = ..., lease: _Optional[int] = ..., epoch: _Optional[int] = ..., blocks: _Optional[int] = ..., commit: _Optional[_Union[Part, _Mapping]] = ...) -> None: ...
+
+class Part(_message.Message):
+    __slots__ = ("lease", "start", "stop")
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    lease: int
+    start: int
+    stop: int
+    def __init__(self, lease: _Optional[int] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
 
 class TakeReply(_message.Message):
     __slots__ = ("lease", "wait", "ended")
@@ -179,18 +191,14 @@ class Ended(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., all: _Optional[bool] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
-    __slots__ = ("session", "incarnation", "lease", "start", "stop")
+    __slots__ = ("session", "incarnation", "part")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    LEASE_FIELD_NUMBER: _ClassVar[int]
-    START_FIELD_NUMBER: _ClassVar[int]
-    STOP_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
     session: str
     incarnation: int
-    lease: int
-    start: int
-    stop: int
-    def __init__(self, session: _Optional[str] = ..., incarnation: _Optional[int] = ..., lease: _Optional[int] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
+    part: Part
+    def __init__(self, session: _Optional[str] = ..., incarnation: _Optional[int] = ..., part: _Optional[_Union[Part, _Mapping]] = ...) -> None: ...
 
 class CommitReply(_message.Message):
     __slots__ = ()

@@ -94,6 +94,11 @@ def test_the_architecture_page_names_every_room() -> None:
     assert {name for name in missing if f"{name}.py" not in page and f"{name}/" not in page} == set()
 
 
+def test_the_architecture_page_names_tests_that_there_are() -> None:
+    named = set(re.findall(r"`(tests/test_\w+\.py)`", (ROOT / "ARCHITECTURE.md").read_text()))
+    assert named and {name for name in named if not (ROOT / name).is_file()} == set()
+
+
 def test_every_public_class_and_function_is_explained() -> None:
     silent = [
         f"{module}.{node.name}"

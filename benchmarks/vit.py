@@ -5,9 +5,9 @@
 ViT-B/32 at 224 pixels learns CIFAR-10 in one process. The usual recipe resizes each image by itself with
 torchvision, and computes in float32. evenstep trains by its own command with `--precision bf16`: images are
 resized by the batch, and Adam is fused; it also crops and flips them, keeps records and writes snapshots. Both
-run in fresh processes, in turn, in every round; the first two steps are left out, in which memory still grows. The ceiling is the
-fastest of several bf16 matrix products, measured before and after evenstep's training in each round; what an
-image costs in a training step is counted by torch.
+run in fresh processes, in turn, in every round; the first two steps are left out, in which memory still grows.
+The ceiling is the fastest of several bf16 matrix products, measured before and after evenstep's training in
+each round; what an image costs in a training step is counted by torch.
 """
 
 import argparse

@@ -318,6 +318,7 @@ def test_the_resolved_configuration_is_kept_whole(on_two: Ran) -> None:
     assert left_open == {
         *("model", "data", "sample", "max_steps", "patience", "batch_size", "micro_batch", "clip"),
         *("snapshot_every", "max_restarts", "stall_timeout", "spot", "to", "best"),
+        *("order", "order_token", "order_ca"),
     }
 
 

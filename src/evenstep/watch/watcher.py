@@ -78,6 +78,8 @@ class Watch:
     def start(self) -> None:
         """From now on."""
         stacks.answer_when_asked()
+        with contextlib.suppress(Gone):
+            self._sign()  # so that whoever leaves at once is known by name
         self._thread.start()
 
     def close(self) -> None:
